@@ -1,0 +1,6 @@
+"""jagg_fx: RL post-training of diffusion and flow models with fewer backward passes through the denoiser."""
+
+from jagg_fx.transform import Transformed, transform
+
+__all__ = ["Transformed", "transform"]
+__version__ = "0.1.0"

@@ -1,0 +1,192 @@
+"""Every error a user can see. Each message quotes the call, names the cause and shows what to write instead."""
+
+from collections.abc import Iterable, Sequence
+
+_WRITE_TENSORS = "pass it as a tensor argument, or make it the same for every step"
+
+
+class JaggError(RuntimeError):
+    """Base class of every error raised on purpose by jagg_fx."""
+
+
+class UnsupportedTorchError(JaggError):
+    """The installed torch lacks a feature that jagg_fx stands on."""
+
+    def __init__(self, feature: str, version: str) -> None:
+        super().__init__(
+            f"torch {version} has no {feature}, which jagg_fx needs. Install a torch that the README lists as tried "
+            '(`pip install "torch>=2.11"`), or report this version.'
+        )
+
+
+class OptionError(JaggError, ValueError):
+    """An argument of `transform` or an entry of `options` that cannot be used."""
+
+
+class PlanError(OptionError):
+    """Knots or a group size that do not fit the steps."""
+
+
+class DenoiserNotFoundError(JaggError):
+    """No module with trainable parameters is reachable from the function."""
+
+    def __init__(self, function: str, seen: Sequence[str]) -> None:
+        found = "\n".join(f"  - {line}" for line in seen) or "  (no nn.Module at all)"
+        super().__init__(
+            f"jagg_fx.transform({function}) found no denoiser: no nn.Module whose parameters need gradients is reachable "
+            "from the function's closure, the globals it names, its bound object, defaults or call arguments.\n"
+            f"Modules found, none of them trainable:\n{found}\n"
+            f"Name it: jagg_fx.transform({function}, denoiser=model), and check model.requires_grad_(True)."
+        )
+
+
+class SeveralDenoisersError(JaggError):
+    """More than one trainable module is reachable and none of them holds the others."""
+
+    def __init__(self, function: str, found: Sequence[str]) -> None:
+        first = found[0].split(":")[0]
+        lines = "\n".join(f"  - {line}" for line in found)
+        super().__init__(
+            f"jagg_fx.transform({function}) found {len(found)} modules that could be the denoiser:\n{lines}\n"
+            f"Say which: jagg_fx.transform({function}, denoiser={first})."
+        )
+
+
+class TimeArgumentError(JaggError):
+    """The denoiser's time argument is not known or has a shape that gives no weight per sample."""
+
+    @classmethod
+    def not_found(cls, denoiser: str, parameters: Iterable[str], names: Sequence[str]) -> "TimeArgumentError":
+        parameters = list(parameters)
+        example = repr(parameters[1] if len(parameters) > 1 else "timestep")
+        return cls(
+            f"{denoiser}.forward({', '.join(parameters)}) has no argument named {', '.join(names)}, so jagg_fx does not "
+            f"know the steps' times. Name it: jagg_fx.transform(fn, time={example})."
+        )
+
+    @classmethod
+    def not_passed(cls, denoiser: str, name: str) -> "TimeArgumentError":
+        return cls(
+            f"{denoiser} was called without its time argument {name!r}. Pass it at every step, or name another one: "
+            'jagg_fx.transform(fn, time="...").'
+        )
+
+    @classmethod
+    def wrong_shape(cls, time: Sequence[object], value: Sequence[object]) -> "TimeArgumentError":
+        return cls(
+            f"the denoiser's time argument has shape {list(time)} and its value {list(value)}: a time must be a number, "
+            "a tensor with one element, or one number per sample ([B] or [B, 1, ...]). Name the right argument: "
+            'jagg_fx.transform(fn, time="...").'
+        )
+
+
+class NoStepsError(JaggError):
+    """The function ran, but no call of the denoiser was captured."""
+
+    def __init__(self, function: str, denoiser: str, reason: str) -> None:
+        super().__init__(
+            f"jagg_fx.transform({function}) captured no step: {reason}. Nothing was rewritten. Call {denoiser} inside "
+            f"{function} through its __call__, with gradients enabled and on tensors, or run {function} untransformed."
+        )
+
+
+class StepMismatchError(JaggError):
+    """Two steps do not run the same computation, so one Jacobian cannot stand for the other."""
+
+    @classmethod
+    def arguments(cls, step: int, missing: Iterable[str], extra: Iterable[str]) -> "StepMismatchError":
+        difference = ", ".join([f"+{name}" for name in extra] + [f"-{name}" for name in missing])
+        return cls(
+            f"step {step} has a different argument set than step 0: {difference}. Pass the same arguments to the denoiser "
+            "at every step (a neutral tensor where a step has nothing to say)."
+        )
+
+    @classmethod
+    def shapes(cls, step: int, differences: Sequence[str]) -> "StepMismatchError":
+        return cls(
+            f"step {step} runs another computation than step 0: {'; '.join(differences)}. Interpolation needs the same "
+            f"shapes and dtypes, and the same Python values, at every step. If a Python value changes from step to step, "
+            f"{_WRITE_TENSORS}."
+        )
+
+    @classmethod
+    def repeated_time(cls, first: int, second: int) -> "StepMismatchError":
+        return cls(
+            f"calls {first} and {second} of the denoiser are at the same time: the loop calls it several times per step "
+            "(classifier-free guidance, a teacher, ...), and neighbouring calls do not share a Jacobian. Concatenate the "
+            "calls of a step into one batch, e.g. denoiser(torch.cat([z, z]), torch.cat([t, t]), torch.cat([neg, pos]))."
+        )
+
+
+class ChainedStatesError(JaggError):
+    """Gradients flow into a step's own inputs, where the sum of per-step VJPs does not describe the gradient."""
+
+    def __init__(self, step: int, operand: str, chained: bool) -> None:
+        cause = (
+            "its input depends on the velocity of an earlier step (a sampler differentiated end to end)"
+            if chained
+            else "an input of that step alone needs gradients"
+        )
+        super().__init__(
+            f"a gradient flows into {operand} of step {step}: {cause}. JAGG interpolates the VJPs of independent steps and "
+            "would be wrong here. Replay stored latents (z.detach()), as GRPO and DDPO loops do, or run the function "
+            "untransformed."
+        )
+
+
+class DropoutError(JaggError):
+    """The denoiser draws random numbers inside a step."""
+
+    def __init__(self, operators: Sequence[str]) -> None:
+        super().__init__(
+            f"the denoiser draws random numbers ({', '.join(operators)}), usually dropout in train mode: every step would "
+            "have its own mask, and Jacobians of different masks cannot be interpolated. Call denoiser.eval(), or set the "
+            "dropout probability to 0."
+        )
+
+
+class NotARegionError(JaggError):
+    """A call of the denoiser could not become one shared region of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a call of the denoiser could not be captured as one region. Usual reasons: it changes an argument or a buffer "
+            "in place (a cache, running statistics), or it returns something else than a tensor or a tuple of tensors "
+            "(a dataclass: pass return_dict=False)."
+        )
+
+
+class GraphBreakError(JaggError):
+    """torch.compile could not capture the function whole."""
+
+    def __init__(self, function: str, where: str, reason: str) -> None:
+        super().__init__(
+            f"jagg_fx.transform({function}) could not capture {function} as one graph.\n"
+            f"Where: {where}\nWhat: {reason}\n"
+            "Usual reasons: .item(), .tolist(), print or an if on a tensor's value; numpy; a scheduler that looks its step "
+            "up by value (diffusers' scheduler.step without set_begin_index). Pass sigmas and indices as tensors or plain "
+            "Python numbers, move the rest out of the function, or use fullgraph=False if the break lies before or after "
+            "the loop over the steps."
+        )
+
+
+class BackwardInsideError(JaggError):
+    """The function calls `backward()` or `torch.autograd.grad` itself."""
+
+    def __init__(self, function: str, where: str) -> None:
+        super().__init__(
+            f"jagg_fx.transform({function}): {function} runs a backward pass inside itself.\nWhere: {where}\n"
+            f"transform needs the whole loop first and one backward after it: return the loss (or log-probs) from "
+            f"{function} and call backward() on the result. For loops with a backward per step, jagg_fx.wrap(denoiser, "
+            "num_steps=N, W=4) is planned."
+        )
+
+
+class SplitStepsError(JaggError):
+    """With fullgraph=False, the steps ended up in several graphs or ran outside of them."""
+
+    def __init__(self, function: str, reason: str) -> None:
+        super().__init__(
+            f"jagg_fx.transform({function}, fullgraph=False): {reason}, so groups of steps would be cut apart. Use "
+            "fullgraph=True to see the graph break and move its cause out of the loop over the steps."
+        )

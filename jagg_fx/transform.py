@@ -1,0 +1,169 @@
+"""`transform`: the front door. Capture a function, mark its steps, rewrite its joint graph, lower it."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import fx, nn
+
+from jagg_fx import reference
+from jagg_fx._compat import compile_isolated, dynamo_errors
+from jagg_fx.backend import lower
+from jagg_fx.config import Config, Lowering
+from jagg_fx.denoiser import Region, check_denoiser, describe_function, find_denoiser, find_time
+from jagg_fx.errors import NoStepsError, OptionError, SplitStepsError
+from jagg_fx.passes.find_steps import TIME
+from jagg_fx.report import Report, Rewrite
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def transform(
+    fn: Callable[P, R],
+    W: int = 4,
+    *,
+    weights: str = "time",
+    knots: Sequence[int] | None = None,
+    denoiser: nn.Module | None = None,
+    time: str | None = None,
+    lowering: str = "inductor",
+    fullgraph: bool = True,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> "Transformed[P, R]":
+    """Compile a function that runs a denoiser over many steps so that its backward needs fewer passes through it.
+
+    **The gradients are approximations.** Values are not: every step's forward is computed as before. Steps between two
+    knots lose their own VJP; their cotangents are carried to the knots, weighted by time (JAGG, arXiv 2607.17572). That
+    is exact where the velocity is linear in (z, t) along the path, and it is only defined for steps that do not feed
+    each other with gradients: replays of stored latents, as in Flow-GRPO, DanceGRPO, MixGRPO and DDPO.
+
+    Args:
+        fn: the function, e.g. `replay(latents, sigmas, labels) -> log_probs`. It calls the denoiser once per step.
+        W: consecutive steps per group; each group keeps the VJPs of its first and last step. At least 2, which keeps
+            every step exact. The last group may be shorter.
+        weights: "time" interpolates by the steps' times, "index" by their position.
+        knots: instead of `W`, the indices of the steps that keep their VJP; the first and last step must be among them.
+        denoiser: the module called once per step. By default the one trainable module that the function can reach.
+        time: name of the denoiser's time argument. By default timestep, timesteps, t, time or sigma.
+        lowering: "inductor" compiles to machine code; "eager" rewrites the same graphs and interprets them; "reference"
+            computes the same approximation by plain autograd, without torch.compile.
+        fullgraph: as in `torch.compile`. With False the graph may break before and after the loop over the steps.
+        dynamic: as in `torch.compile`.
+        options: Inductor's options, as in `torch.compile`.
+
+    Returns:
+        An object with the signature and outputs of `fn`, and a `report`.
+
+    Raises:
+        OptionError, PlanError: an argument that cannot be used. Everything that depends on the function itself is
+            raised by the first call; see `jagg_fx.errors`.
+    """
+    if not callable(fn):
+        raise OptionError(f"jagg_fx.transform({fn!r}): the first argument is the function that loops over the steps.")
+    config = Config.create(W=W, knots=knots, weights=weights, lowering=lowering, options=options)
+    if denoiser is not None:
+        check_denoiser(denoiser)
+    return Transformed(fn, config, denoiser, time, fullgraph=fullgraph, dynamic=dynamic)
+
+
+class Transformed(Generic[P, R]):
+    """A function whose backward runs fewer passes through its denoiser; made by `transform`.
+
+    Attributes:
+        original: the function as it was given.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[P, R],
+        config: Config,
+        denoiser: nn.Module | None,
+        time: str | None,
+        *,
+        fullgraph: bool,
+        dynamic: bool | None,
+    ) -> None:
+        self.original = fn
+        self._config = config
+        self._given_denoiser = denoiser
+        self._time = time
+        self._fullgraph = fullgraph
+        self._region: Region | None = None
+        self._rewrites: list[Rewrite] = []
+        self._graphs_with_steps = 0
+        functools.update_wrapper(self, fn, updated=())
+
+        def entry(*args: P.args, **kwargs: P.kwargs) -> R:
+            return fn(*args, **kwargs)
+
+        self._compiled = compile_isolated(entry, self._backend, fullgraph=fullgraph, dynamic=dynamic)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        region = self._current_region(args, kwargs)
+        if self._config.lowering is Lowering.REFERENCE:
+            outputs, plan = reference.run(self.original, region.denoiser, region.time, self._config, args, kwargs)
+            if plan is not None:
+                self._rewrites.append(_reference_record(region.denoiser, plan))
+            return outputs  # type: ignore[no-any-return]
+        graphs_before = self._graphs_with_steps
+        with region.installed(), dynamo_errors(describe_function(self.original)):
+            outputs = self._compiled(*args, **kwargs)
+        self._check_capture(region, self._graphs_with_steps - graphs_before)
+        return outputs  # type: ignore[no-any-return]
+
+    @property
+    def report(self) -> Report:
+        """What was found, rewritten and left exact; it claims nothing before the first backward graph was compiled."""
+        return Report(
+            function=describe_function(self.original),
+            denoiser=None if self._region is None else type(self._region.denoiser).__name__,
+            config=self._config,
+            rewrite=self._rewrites[-1] if self._rewrites else None,
+            graphs=len(self._rewrites),
+        )
+
+    def __repr__(self) -> str:
+        return f"<jagg_fx.transform({describe_function(self.original)})>"
+
+    def _current_region(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Region:
+        denoiser = self._given_denoiser
+        if denoiser is None:
+            denoiser = find_denoiser(self.original, args, kwargs)
+        if self._region is None or self._region.denoiser is not denoiser or not self._region.is_current():
+            self._region = Region(denoiser, find_time(denoiser, self._time))
+        return self._region
+
+    def _backend(self, gm: fx.GraphModule, inputs: Any) -> Any:
+        steps = bool(gm.graph.find_nodes(op="call_function", target=TIME))
+        if not steps and self._fullgraph and torch.is_grad_enabled():
+            raise self._no_steps("the captured graph holds no call of it")
+        self._graphs_with_steps += steps
+        return lower(gm, inputs, self._config, self._rewrites.append)
+
+    def _check_capture(self, region: Region, new_graphs: int) -> None:
+        """A function must never run untransformed, or in pieces, without saying so."""
+        name = describe_function(self.original)
+        if region.eager_calls:
+            raise SplitStepsError(name, f"{region.eager_calls} calls of the denoiser ran outside every captured graph")
+        if new_graphs > 1:
+            raise SplitStepsError(name, f"the steps lie in {new_graphs} graphs")
+        if not self._graphs_with_steps and torch.is_grad_enabled():
+            raise self._no_steps("it was never called while the function was captured")
+
+    def _no_steps(self, reason: str) -> NoStepsError:
+        denoiser = self._region.denoiser if self._region else self._given_denoiser
+        return NoStepsError(describe_function(self.original), type(denoiser).__name__, reason)
+
+
+def _reference_record(denoiser: nn.Module, plan: Any) -> Rewrite:
+    parameters = [p for p in denoiser.parameters() if p.requires_grad]
+    return Rewrite(
+        plan=plan,
+        arguments=(),
+        covered=len(parameters),
+        covered_elements=sum(p.numel() for p in parameters),
+        calls_without_gradient=0,
+    )

@@ -1,0 +1,102 @@
+"""Refuse what JAGG would get wrong. Changes nothing; every refusal is an error that says what to write instead."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from jagg_fx._compat import invoke_subgraph
+from jagg_fx.errors import ChainedStatesError, DropoutError, StepMismatchError
+from jagg_fx.passes.emit import value
+from jagg_fx.passes.find_steps import Step
+
+
+def check_eligibility(gm: fx.GraphModule, steps: Sequence[Step]) -> None:
+    """Raise unless all steps run one deterministic computation on states that need no gradient.
+
+    Raises:
+        StepMismatchError: steps with different arguments, shapes or Python values, or several calls at one time.
+        DropoutError: the denoiser draws random numbers.
+        ChainedStatesError: a gradient flows into an operand that belongs to one step alone.
+    """
+    numbers = _value_numbers(gm.graph)
+    first = steps[0]
+    for step in steps[1:]:
+        _check_same_computation(first, step)
+    _check_deterministic(getattr(gm, first.region))
+    at: dict[Any, Step] = {}
+    for step in steps:
+        other = at.setdefault(numbers[step.time], step)
+        if other is not step:
+            raise StepMismatchError.repeated_time(other.index, step.index)
+    if len(steps) > 1:
+        for step in steps:
+            _check_states(step, first, numbers)
+
+
+def _check_same_computation(first: Step, step: Step) -> None:
+    if step.region == first.region:
+        return
+    mine, other = set(step.arguments), set(first.arguments)
+    if mine != other:
+        raise StepMismatchError.arguments(step.index, sorted(other - mine), sorted(mine - other))
+    differences = [
+        f"{_describe(b)} where step 0 has {_describe(a)}"
+        for a, b in zip(first.operands, step.operands, strict=False)
+        if _describe(a) != _describe(b)
+    ]
+    raise StepMismatchError.shapes(step.index, differences or ["a Python value or a setting of the model differs"])
+
+
+def _describe(operand: fx.Node) -> str:
+    v = value(operand)
+    return f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" if isinstance(v, torch.Tensor) else str(v)
+
+
+def _check_deterministic(body: fx.GraphModule) -> None:
+    random = sorted(
+        {
+            str(node.target)
+            for module in body.modules()
+            if isinstance(module, fx.GraphModule)
+            for node in module.graph.nodes
+            if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        }
+    )
+    if random:
+        raise DropoutError(random)
+
+
+def _check_states(step: Step, first: Step, numbers: dict[fx.Node, Any]) -> None:
+    for position in step.gradients:
+        operand = step.operands[position]
+        if numbers[operand] != numbers[first.operands[position]] or (step is first and _depends_on_step(operand)):
+            raise ChainedStatesError(step.index, f"an input ({_describe(operand)})", _depends_on_step(operand))
+
+
+def _depends_on_step(operand: fx.Node) -> bool:
+    """Whether an operand is computed from the value of a denoiser's call."""
+    pending, seen = [operand], {operand}
+    while pending:
+        node = pending.pop()
+        if node.target is invoke_subgraph:
+            return True
+        new = set(node.all_input_nodes) - seen
+        seen |= new
+        pending += new
+    return False
+
+
+def _value_numbers(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """A number per node that equal expressions share, so that `torch.cat([a, b])` rebuilt at every step counts once."""
+    numbers: dict[fx.Node, Any] = {}
+    known: dict[Any, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and not node.is_impure():
+            expression = fx.map_arg((node.args, node.kwargs), lambda n: ("node", numbers[n]))
+            key: Any = (node.target, repr(expression))
+        else:
+            key = node
+        numbers[node] = known.setdefault(key, len(known))
+    return numbers

@@ -1,0 +1,119 @@
+"""Recognise the steps: calls of the denoiser's region in the joint graph, each with its backward, time and cotangents.
+
+Changes nothing. A step is its boundary; the passes never look inside the region, but for its random operators.
+"""
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from jagg_fx._compat import invoke_subgraph
+from jagg_fx.errors import NotARegionError
+
+TIME = torch.ops.jagg_fx.time.default
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of the denoiser that the outputs depend on.
+
+    Attributes:
+        index: position among the steps, in the order of the calls.
+        forward: the region's forward call; its outputs are the values and what it saves for the backward.
+        backward: the region's backward call; its outputs are the gradients of the operands.
+        operands: what the forward call reads: the denoiser's arguments and parameters.
+        time: the operand that is the step's time, before its marker.
+        arguments: names of the arguments that the denoiser was called with.
+        cotangent_positions: where the backward call takes its cotangents, one per differentiable value.
+        gradients: for each operand whose gradient is used, the node of that gradient.
+    """
+
+    index: int
+    forward: fx.Node
+    backward: fx.Node
+    operands: tuple[fx.Node, ...]
+    time: fx.Node
+    arguments: tuple[str, ...]
+    cotangent_positions: tuple[int, ...]
+    gradients: dict[int, fx.Node]
+
+    @property
+    def region(self) -> str:
+        """Name of the forward subgraph; steps of one computation share it."""
+        return region_name(self.forward)
+
+    @property
+    def cotangents(self) -> tuple[fx.Node, ...]:
+        """`g_i` as the loss computes it, one per differentiable value of the denoiser."""
+        return tuple(self.backward.args[position] for position in self.cotangent_positions)
+
+
+def region_name(call: fx.Node) -> str:
+    body = call.args[0]
+    assert isinstance(body, fx.Node) and isinstance(body.target, str)
+    return body.target
+
+
+def marked_calls(graph: fx.Graph) -> list[fx.Node]:
+    """Forward calls of the denoiser, in order: the region calls that read a marked time.
+
+    Raises:
+        NotARegionError: a marked time is read by something else, so the denoiser's call did not become a region.
+    """
+    calls: dict[fx.Node, None] = {}
+    for marker in graph.find_nodes(op="call_function", target=TIME):
+        for user in marker.users:
+            if user.target is not invoke_subgraph:
+                raise NotARegionError()
+            # A backward call reads the marker too when the step's time is among what its forward saved.
+            if user.meta.get("partitioner_tag") != "is_backward":
+                calls[user] = None
+    return [node for node in graph.nodes if node in calls]
+
+
+def find_steps(graph: fx.Graph) -> list[Step]:
+    """Steps of a joint graph in call order; calls without a backward (under no_grad, or unused) are not steps."""
+    backwards = [
+        node
+        for node in graph.find_nodes(op="call_function", target=invoke_subgraph)
+        if node.meta.get("partitioner_tag") == "is_backward"
+    ]
+    steps: list[Step] = []
+    for forward in marked_calls(graph):
+        backward = _own_backward(forward, backwards)
+        if backward is None:
+            continue
+        operands = tuple(forward.args[2:])
+        marker = next(operand for operand in operands if isinstance(operand, fx.Node) and operand.target is TIME)
+        body = getattr(graph.owning_module, region_name(backward))
+        placeholders = body.graph.find_nodes(op="placeholder")
+        steps.append(
+            Step(
+                index=len(steps),
+                forward=forward,
+                backward=backward,
+                operands=operands,
+                time=marker.args[0],
+                arguments=tuple(str(marker.args[1]).split(",")),
+                # With symbolic sizes the saved values come in another order than the forward returns them: go by the
+                # names of the region's own arguments, which AOTAutograd's partitioner gives and relies on itself.
+                cotangent_positions=tuple(
+                    2 + i for i, placeholder in enumerate(placeholders) if placeholder.name.startswith("tangents")
+                ),
+                gradients={
+                    user.args[1]: user for user in backward.users if user.target is operator.getitem and user.users
+                },
+            )
+        )
+    return steps
+
+
+def _own_backward(forward: fx.Node, backwards: list[fx.Node]) -> fx.Node | None:
+    call_id = forward.meta.get("custom", {}).get("call_id")
+    if call_id is not None:
+        return next((b for b in backwards if b.meta.get("custom", {}).get("call_id") == call_id), None)
+    # torch 2.11 numbers no calls: a backward reads what its own forward saved.
+    saved = {user for user in forward.users if user.target is operator.getitem}
+    return next((b for b in backwards if saved & set(b.all_input_nodes)), None)
