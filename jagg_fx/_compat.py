@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import fx
 
-from jagg_fx.errors import BackwardInsideError, GraphBreakError, JaggError, UnsupportedTorchError
+from jagg_fx.errors import (
+    BackwardInsideError,
+    DynamicError,
+    GraphBreakError,
+    JaggError,
+    NotARegionError,
+    RaisedInCaptureError,
+    UnsupportedTorchError,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,7 +37,7 @@ def _probe(module: str, name: str) -> Any:
 invoke_subgraph = _probe("torch._higher_order_ops", "invoke_subgraph")
 
 if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 else:
     CustomGraphPass = _probe("torch._inductor.custom_graph_pass", "CustomGraphPass")
 
@@ -101,26 +109,55 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return table
 
 
+def sets_grad_mode(node: fx.Node) -> bool:
+    """Whether a node of a Dynamo graph enters or leaves no_grad."""
+    return node.op == "call_function" and node.target is _probe("torch._C", "_set_grad_enabled")
+
+
 def stable_topological_sort(graph: fx.Graph) -> None:
     """Order nodes after what they read, otherwise as they were."""
     _probe("torch._inductor.pattern_matcher", "stable_topological_sort")(graph)
 
 
 @contextlib.contextmanager
-def dynamo_errors(function: str) -> Iterator[None]:
+def regions_kept() -> Iterator[None]:
+    """Keep a region that is called only once; torch would inline it, and a step would no longer be a call."""
+    config = importlib.import_module("torch._dynamo.config")
+    if not hasattr(config, "inline_single_use_invoke_subgraph"):  # before torch 2.13 every region is kept
+        yield
+        return
+    with config.patch(inline_single_use_invoke_subgraph=False):
+        yield
+
+
+@contextlib.contextmanager
+def dynamo_errors(function: str, dynamic: bool | None) -> Iterator[None]:
     """Turn what Dynamo raises into our own errors: those a backend raised come out as they were, graph breaks named."""
-    failed = _probe("torch._dynamo.exc", "BackendCompilerFailed")
-    unsupported = _probe("torch._dynamo.exc", "Unsupported")
+    exc = importlib.import_module("torch._dynamo.exc")
     try:
         yield
-    except failed as error:
+    except exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, JaggError):
             raise error.inner_exception from None
+        if "in-place input or buffer mutations" in str(error):
+            raise NotARegionError.mutation() from error
         raise
-    except unsupported as error:
-        reason = str(error).strip()
-        stack = getattr(error, "real_stack", None)
-        where = f"{stack[-1].filename}:{stack[-1].lineno}, {stack[-1].line}" if stack else "unknown"
+    except exc.InternalTorchDynamoError as error:
+        if dynamic:
+            raise DynamicError(function, torch.__version__) from error
+        raise
+    except (exc.Unsupported, exc.UserError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+        where = _user_line(getattr(error, "real_stack", None))
+        if "Observed exception" in reason:
+            raise RaisedInCaptureError(function, where, reason) from error
         if "autograd.grad" in reason or ".backward()" in reason:
             raise BackwardInsideError(function, where) from error
-        raise GraphBreakError(function, where, reason.splitlines()[0]) from error
+        raise GraphBreakError(function, where, reason) from error
+
+
+def _user_line(stack: Any) -> str:
+    """The innermost line of user code on Dynamo's stack."""
+    ours = (importlib.import_module("jagg_fx").__path__[0], torch.__path__[0])
+    frames = [frame for frame in stack or () if not frame.filename.startswith(ours)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown"

@@ -1,14 +1,20 @@
 """How a graph that Dynamo captured is rewritten and lowered; also the `torch_dynamo_backends` entry point "jagg"."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
 
 from jagg_fx._compat import compile_with_inductor, compile_with_interpreter
 from jagg_fx.config import Config, Lowering
+from jagg_fx.denoiser import check_denoiser
+from jagg_fx.errors import OptionError
+from jagg_fx.outline import outline
 from jagg_fx.passes.manager import JaggPass
-from jagg_fx.report import Rewrite
+from jagg_fx.report import Report, Rewrite
+
+log = logging.getLogger(__name__)
 
 
 def lower(gm: fx.GraphModule, inputs: Any, config: Config, on_rewrite: Callable[[Rewrite], None]) -> Any:
@@ -17,3 +23,30 @@ def lower(gm: fx.GraphModule, inputs: Any, config: Config, on_rewrite: Callable[
     if config.lowering is Lowering.INDUCTOR:
         return compile_with_inductor(gm, inputs, pass_, dict(config.options))
     return compile_with_interpreter(gm, inputs, pass_)
+
+
+def jagg(gm: fx.GraphModule, inputs: Any, *, options: Mapping[str, Any] | None = None) -> Any:
+    """The Dynamo backend: `torch.compile(fn, backend="jagg", options={"W": 4})`.
+
+    Takes the options of `jagg_fx.transform` by name (W, knots, weights, lowering, denoiser, options); `fullgraph` and
+    `dynamic` are torch.compile's own. The report goes to the log: `TORCH_LOGS="jagg_fx"`.
+
+    Raises:
+        OptionError and the errors of `jagg_fx.transform`, wrapped by Dynamo in its BackendCompilerFailed.
+    """
+    given = dict(options or {})
+    denoiser = given.pop("denoiser", None)
+    config = Config.from_options(given)
+    if config.lowering is Lowering.REFERENCE:
+        raise OptionError(
+            "torch.compile(fn, backend='jagg', options={'lowering': 'reference'}): the reference runs the function itself, "
+            "which a backend never sees. Write jagg_fx.transform(fn, lowering='reference')."
+        )
+    calls = outline(gm, None if denoiser is None else check_denoiser(denoiser))
+    if not calls:
+        log.warning("no call of a trainable module in this graph: it is compiled as it is, nothing is rewritten")
+
+    def report(rewrite: Rewrite) -> None:
+        log.info("%s", Report("fn", None, config, rewrite, 1))
+
+    return lower(gm, inputs, config, report)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,18 @@ class Config:
             lowering=_choice(Lowering, "lowering", lowering),
             options=tuple(sorted((options or {}).items())),
         )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "Config":
+        """The same from `torch.compile(fn, backend="jagg", options=...)`. Raises `OptionError` for an unknown key."""
+        names = inspect.signature(cls.create).parameters
+        unknown = sorted(set(options) - set(names))
+        if unknown:
+            raise OptionError(
+                f"torch.compile(fn, backend='jagg', options={{{unknown[0]!r}: ...}}): unknown option; "
+                f"there are {', '.join(map(repr, names))} and 'denoiser'. Inductor's own go into 'options'."
+            )
+        return cls.create(**options)
 
     def plan(self, num_steps: int) -> Plan:
         """The plan for a function of `num_steps` steps. Raises `PlanError` if the knots do not fit."""

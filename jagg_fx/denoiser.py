@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from jagg_fx._compat import mark_region
-from jagg_fx.errors import DenoiserNotFoundError, OptionError, SeveralDenoisersError, TimeArgumentError
+from jagg_fx.errors import (
+    DenoiserNotFoundError,
+    NotARegionError,
+    OptionError,
+    SeveralDenoisersError,
+    TimeArgumentError,
+)
 
 TIME_NAMES = ("timestep", "timesteps", "t", "time", "sigma")
 
@@ -33,6 +39,8 @@ def _(time: Tensor, arguments: str) -> Tensor:
 
 
 mark_time.register_autograd(lambda ctx, gradient: (gradient, None))
+
+TIME = torch.ops.jagg_fx.time.default  # the marker as the graphs hold it
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,12 @@ class _ContiguousCotangent(torch.autograd.Function):
         return cotangent.contiguous()
 
 
+def contiguous_cotangent(value: Tensor) -> Tensor:
+    """The value itself; its cotangent arrives contiguous."""
+    same: Tensor = _ContiguousCotangent.apply(value)  # type: ignore[no-untyped-call]
+    return same
+
+
 def map_values(fn: Callable[[Tensor], Tensor], output: Any) -> Any:
     """Apply `fn` to the floating-point tensors of a denoiser's output: a tensor, or a tuple or list of them."""
     if isinstance(output, Tensor):
@@ -128,12 +142,18 @@ class Region:
         def region(*args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs)
 
+        def checked(output: Any) -> Any:
+            if not isinstance(output, (Tensor, tuple, list)):
+                raise NotARegionError.output(time.denoiser, type(output).__name__)
+            return output
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 self.eager_calls += torch.is_grad_enabled()
-                return original(*args, **kwargs)
+                time.read(args, kwargs)  # raises if the time is missing
+                return checked(original(*args, **kwargs))
             args, kwargs = time.mark(args, kwargs)
-            return map_values(_ContiguousCotangent.apply, region(*args, **kwargs))
+            return map_values(contiguous_cotangent, checked(region(*args, **kwargs)))
 
         self.forward = forward
 
@@ -189,9 +209,9 @@ def find_denoiser(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     inner = {id(child) for module in trainable.values() for child in module.modules() if child is not module}
     outermost = {path: module for path, module in trainable.items() if id(module) not in inner}
     if not outermost:
-        raise DenoiserNotFoundError(name, [_describe(*item) for item in found.items()])
+        raise DenoiserNotFoundError.not_reachable(name, [_describe(*item) for item in found.items()])
     if len(outermost) > 1:
-        raise SeveralDenoisersError(name, [_describe(*item) for item in outermost.items()])
+        raise SeveralDenoisersError.reachable(name, [_describe(*item) for item in outermost.items()])
     return next(iter(outermost.values()))
 
 
@@ -204,7 +224,9 @@ def describe_function(fn: Callable[..., Any]) -> str:
 def _describe(path: str, module: nn.Module) -> str:
     parameters = list(module.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    return f"{path}: {type(module).__name__}, {trainable:,} of {sum(p.numel() for p in parameters):,} parameters trainable"
+    return (
+        f"{path}: {type(module).__name__}, {trainable:,} of {sum(p.numel() for p in parameters):,} parameters trainable"
+    )
 
 
 def _reachable_modules(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, nn.Module]:
@@ -225,7 +247,7 @@ def _reachable_modules(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: di
             visit_bound(value.__self__, depth)
             visit(path, value.__func__, depth)
         elif isinstance(value, types.FunctionType):
-            if not (value.__module__ or "").partition(".")[0] == "torch":
+            if (value.__module__ or "").partition(".")[0] != "torch":
                 visit_values(_names_used(value), depth)
         elif isinstance(value, (list, tuple, set, frozenset)):
             visit_values([(f"{path}[{i}]", v) for i, v in enumerate(value)], depth - 1)
@@ -246,12 +268,10 @@ def _reachable_modules(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         visit_values([(f"self.{name}", member) for name, member in members.items()], depth)
 
     depth = 2  # an attribute of an object in a container is as far as a user would call it "named by the function"
-    if isinstance(fn, nn.Module):
-        visit_bound(fn, depth)
-    elif not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
-        visit_bound(fn, depth)
-    else:
+    if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
         visit(describe_function(fn), fn, depth)
+    else:  # a module or another callable object: its parts are what it may call
+        visit_bound(fn, depth)
     visit_values([(f"args[{i}]", value) for i, value in enumerate(args)], depth)
     visit_values(list(kwargs.items()), depth)
     return found

@@ -30,25 +30,41 @@ class PlanError(OptionError):
 class DenoiserNotFoundError(JaggError):
     """No module with trainable parameters is reachable from the function."""
 
-    def __init__(self, function: str, seen: Sequence[str]) -> None:
+    @classmethod
+    def not_reachable(cls, function: str, seen: Sequence[str]) -> "DenoiserNotFoundError":
         found = "\n".join(f"  - {line}" for line in seen) or "  (no nn.Module at all)"
-        super().__init__(
+        return cls(
             f"jagg_fx.transform({function}) found no denoiser: no nn.Module whose parameters need gradients is reachable "
             "from the function's closure, the globals it names, its bound object, defaults or call arguments.\n"
             f"Modules found, none of them trainable:\n{found}\n"
             f"Name it: jagg_fx.transform({function}, denoiser=model), and check model.requires_grad_(True)."
         )
 
+    @classmethod
+    def not_in_graph(cls, denoiser: str) -> "DenoiserNotFoundError":
+        return cls(
+            f"torch.compile(fn, backend='jagg', options={{'denoiser': {denoiser}}}): the captured graph holds no call of this "
+            "module. Name the module that the function calls once per step."
+        )
+
 
 class SeveralDenoisersError(JaggError):
     """More than one trainable module is reachable and none of them holds the others."""
 
-    def __init__(self, function: str, found: Sequence[str]) -> None:
-        first = found[0].split(":")[0]
+    @classmethod
+    def reachable(cls, function: str, found: Sequence[str]) -> "SeveralDenoisersError":
         lines = "\n".join(f"  - {line}" for line in found)
-        super().__init__(
+        return cls(
             f"jagg_fx.transform({function}) found {len(found)} modules that could be the denoiser:\n{lines}\n"
-            f"Say which: jagg_fx.transform({function}, denoiser={first})."
+            f"Say which: jagg_fx.transform({function}, denoiser={found[0].split(':')[0]})."
+        )
+
+    @classmethod
+    def in_graph(cls, found: Sequence[str]) -> "SeveralDenoisersError":
+        lines = "\n".join(f"  - {line}" for line in found)
+        return cls(
+            f"torch.compile(fn, backend='jagg') found {len(found)} trainable modules that could be the denoiser:\n{lines}\n"
+            "Say which: torch.compile(fn, backend='jagg', options={'denoiser': model})."
         )
 
 
@@ -69,6 +85,14 @@ class TimeArgumentError(JaggError):
         return cls(
             f"{denoiser} was called without its time argument {name!r}. Pass it at every step, or name another one: "
             'jagg_fx.transform(fn, time="...").'
+        )
+
+    @classmethod
+    def not_in_graph(cls, candidates: int) -> "TimeArgumentError":
+        return cls(
+            f"torch.compile(fn, backend='jagg') sees {candidates} inputs of the denoiser that could be its time (one number, "
+            "or one per sample, that changes from step to step); it takes exactly one. jagg_fx.transform(fn, time=...) reads "
+            "the name instead."
         )
 
     @classmethod
@@ -128,7 +152,7 @@ class ChainedStatesError(JaggError):
             else "an input of that step alone needs gradients"
         )
         super().__init__(
-            f"a gradient flows into {operand} of step {step}: {cause}. JAGG interpolates the VJPs of independent steps and "
+            f"a gradient flows into an input ({operand}) of step {step}: {cause}. JAGG interpolates the VJPs of independent steps and "
             "would be wrong here. Replay stored latents (z.detach()), as GRPO and DDPO loops do, or run the function "
             "untransformed."
         )
@@ -148,11 +172,26 @@ class DropoutError(JaggError):
 class NotARegionError(JaggError):
     """A call of the denoiser could not become one shared region of the graph."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "a call of the denoiser could not be captured as one region. Usual reasons: it changes an argument or a buffer "
-            "in place (a cache, running statistics), or it returns something else than a tensor or a tuple of tensors "
-            "(a dataclass: pass return_dict=False)."
+    @classmethod
+    def mutation(cls) -> "NotARegionError":
+        return cls(
+            "the denoiser changes one of its arguments or buffers in place (a cache, running statistics), so its calls "
+            "cannot share one region of the graph. Return the new value instead, or switch the cache off."
+        )
+
+    @classmethod
+    def output(cls, denoiser: str, kind: str) -> "NotARegionError":
+        return cls(
+            f"{denoiser} returns a {kind}; a step's region returns a tensor, or a tuple or list of tensors. Diffusers "
+            "models do with return_dict=False: denoiser(..., return_dict=False)[0]."
+        )
+
+    @classmethod
+    def inlined(cls) -> "NotARegionError":
+        return cls(
+            "torch.compile did not keep a call of the denoiser as one region of the graph, so it cannot be paired with its "
+            "backward. Usual reasons: a hook or wrapper around the denoiser that torch.compile cannot put into a region. "
+            "Name the module below it: jagg_fx.transform(fn, denoiser=...)."
         )
 
 
@@ -167,6 +206,21 @@ class GraphBreakError(JaggError):
             "up by value (diffusers' scheduler.step without set_begin_index). Pass sigmas and indices as tensors or plain "
             "Python numbers, move the rest out of the function, or use fullgraph=False if the break lies before or after "
             "the loop over the steps."
+        )
+
+
+class RaisedInCaptureError(GraphBreakError):
+    """The function raises an exception on the path that torch.compile captures."""
+
+
+class DynamicError(JaggError):
+    """`dynamic=True` does not work with regions on this torch."""
+
+    def __init__(self, function: str, version: str) -> None:
+        super().__init__(
+            f"jagg_fx.transform({function}, dynamic=True): Dynamo of torch {version} fails on a region that is reused with "
+            "every size symbolic. Leave dynamic=None and mark what varies, torch._dynamo.mark_dynamic(latents, 1); a second "
+            "shape then costs no compile."
         )
 
 

@@ -1,5 +1,6 @@
 """Which steps keep their VJP. A plan is a sorted set of knots; every other step lies between two of them."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class Plan:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Pairs of neighbouring knots with at least one intermediate step between them."""
-        return tuple(Segment(a, b) for a, b in zip(self.knots, self.knots[1:], strict=False) if b - a > 1)
+        return tuple(Segment(a, b) for a, b in itertools.pairwise(self.knots) if b - a > 1)
 
     @property
     def intermediate(self) -> tuple[int, ...]:
@@ -88,4 +89,4 @@ def explicit(num_steps: int, knots: Sequence[int]) -> Plan:
             f"{call}: the function has {num_steps} steps, and the first and the last must be knots (steps outside the "
             f"knots could only be extrapolated). Write knots={whole}."
         )
-    return Plan(num_steps, tuple(knots), tuple(zip(knots, knots[1:], strict=False)) or ((0, 0),))
+    return Plan(num_steps, tuple(knots), tuple(itertools.pairwise(knots)) or ((0, 0),))

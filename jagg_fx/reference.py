@@ -50,7 +50,7 @@ def run(
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs), None
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         calls, outputs = _record(fn, denoiser, time, args, kwargs)
     needed = _leaves_below(outputs)
@@ -83,7 +83,7 @@ def _record(
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         if known & _leaves_below((args, kwargs)):
-            raise ChainedStatesError(len(calls), "an input", chained=True)
+            raise ChainedStatesError(len(calls), "argument", chained=True)
         leaves: list[Tensor] = []
 
         def leaf(value: Tensor) -> Tensor:
@@ -110,8 +110,7 @@ def _surrogates(denoiser: nn.Module, steps: list[_Call], plan: Plan, rule: Weigh
     knots: dict[int, list[Tensor]] = {}
     for k in plan.knots:
         output = outputs[id(steps[k])] = denoiser(*steps[k].args, **steps[k].kwargs)
-        knots[k] = values = []
-        map_values(lambda value, values=values: values.append(value) or value, output)  # type: ignore[misc]
+        knots[k] = _values(output)
     for segment in plan.segments:
         for i in segment.intermediate:
             slots = iter(zip(knots[segment.a], knots[segment.b], strict=True))
@@ -119,10 +118,23 @@ def _surrogates(denoiser: nn.Module, steps: list[_Call], plan: Plan, rule: Weigh
             def surrogate(value: Tensor, i: int = i, segment: Segment = segment, slots: Any = slots) -> Tensor:
                 v_a, v_b = next(slots)
                 w = _weight(steps, segment, i, rule, value)
-                return value.detach() + (1 - w) * (v_a - v_a.detach()) + w * (v_b - v_b.detach())
+                twin: Tensor = value.detach() + (1 - w) * (v_a - v_a.detach()) + w * (v_b - v_b.detach())
+                return twin
 
             outputs[id(steps[i])] = map_values(surrogate, steps[i].output)
     return outputs
+
+
+def _values(output: Any) -> list[Tensor]:
+    """The floating-point tensors of a denoiser's output, in the order of `map_values`."""
+    values: list[Tensor] = []
+
+    def collect(value: Tensor) -> Tensor:
+        values.append(value)
+        return value
+
+    map_values(collect, output)
+    return values
 
 
 def _weight(steps: list[_Call], segment: Segment, i: int, rule: Weights, value: Tensor) -> Tensor | float:

@@ -101,4 +101,5 @@ class Report:
                 ("rewritten graphs", self.graphs),
             ]
         rows += [("weights", report["weights"]), ("lowering", report["lowering"]), ("torch", report["torch"])]
-        return tabulate(rows, headers=["jagg_fx", "report"], tablefmt="simple", disable_numparse=True)
+        table: str = tabulate(rows, headers=["jagg_fx", "report"], tablefmt="simple", disable_numparse=True)
+        return table

@@ -8,12 +8,11 @@ import torch
 from torch import fx, nn
 
 from jagg_fx import reference
-from jagg_fx._compat import compile_isolated, dynamo_errors
+from jagg_fx._compat import compile_isolated, dynamo_errors, regions_kept
 from jagg_fx.backend import lower
 from jagg_fx.config import Config, Lowering
-from jagg_fx.denoiser import Region, check_denoiser, describe_function, find_denoiser, find_time
-from jagg_fx.errors import NoStepsError, OptionError, SplitStepsError
-from jagg_fx.passes.find_steps import TIME
+from jagg_fx.denoiser import TIME, Region, check_denoiser, describe_function, find_denoiser, find_time
+from jagg_fx.errors import NoStepsError, OptionError, RaisedInCaptureError, SplitStepsError
 from jagg_fx.report import Report, Rewrite
 
 P = ParamSpec("P")
@@ -91,9 +90,11 @@ class Transformed(Generic[P, R]):
         self._given_denoiser = denoiser
         self._time = time
         self._fullgraph = fullgraph
+        self._dynamic = dynamic
         self._region: Region | None = None
         self._rewrites: list[Rewrite] = []
-        self._graphs_with_steps = 0
+        self._captured = False  # whether any graph held a step
+        self._runs = 0  # graphs with steps that ran during the present call
         functools.update_wrapper(self, fn, updated=())
 
         def entry(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -108,10 +109,15 @@ class Transformed(Generic[P, R]):
             if plan is not None:
                 self._rewrites.append(_reference_record(region.denoiser, plan))
             return outputs  # type: ignore[no-any-return]
-        graphs_before = self._graphs_with_steps
-        with region.installed(), dynamo_errors(describe_function(self.original)):
-            outputs = self._compiled(*args, **kwargs)
-        self._check_capture(region, self._graphs_with_steps - graphs_before)
+        self._runs = 0
+        try:
+            with region.installed(), regions_kept(), dynamo_errors(describe_function(self.original), self._dynamic):
+                outputs = self._compiled(*args, **kwargs)
+        except RaisedInCaptureError:
+            with region.installed():
+                self.original(*args, **kwargs)  # nothing has run yet: let the function raise its own exception
+            raise
+        self._check_capture(region)
         return outputs  # type: ignore[no-any-return]
 
     @property
@@ -140,17 +146,27 @@ class Transformed(Generic[P, R]):
         steps = bool(gm.graph.find_nodes(op="call_function", target=TIME))
         if not steps and self._fullgraph and torch.is_grad_enabled():
             raise self._no_steps("the captured graph holds no call of it")
-        self._graphs_with_steps += steps
-        return lower(gm, inputs, self._config, self._rewrites.append)
+        compiled = lower(gm, inputs, self._config, self._rewrites.append)
+        if not steps:
+            return compiled
+        self._captured = True
+        if self._fullgraph:
+            return compiled
 
-    def _check_capture(self, region: Region, new_graphs: int) -> None:
+        def counted(*inputs: Any) -> Any:
+            self._runs += 1
+            return compiled(*inputs)
+
+        return counted
+
+    def _check_capture(self, region: Region) -> None:
         """A function must never run untransformed, or in pieces, without saying so."""
         name = describe_function(self.original)
         if region.eager_calls:
             raise SplitStepsError(name, f"{region.eager_calls} calls of the denoiser ran outside every captured graph")
-        if new_graphs > 1:
-            raise SplitStepsError(name, f"the steps lie in {new_graphs} graphs")
-        if not self._graphs_with_steps and torch.is_grad_enabled():
+        if self._runs > 1:
+            raise SplitStepsError(name, f"the steps lie in {self._runs} graphs")
+        if not self._captured and torch.is_grad_enabled():
             raise self._no_steps("it was never called while the function was captured")
 
     def _no_steps(self, reason: str) -> NoStepsError:

@@ -52,7 +52,8 @@ class DiTBlock(nn.Module):
         q, k, v = qkv.view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(q, k, v)
         x = x + gate1[:, None] * self.proj(attended.transpose(1, 2).reshape(batch, tokens, dim))
-        return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        x = x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        return x
 
 
 class DigitsDiT(nn.Module):
@@ -83,7 +84,7 @@ class DigitsDiT(nn.Module):
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, labels: Tensor) -> Tensor:
         """Velocity `[B, 1, 8, 8]` of images `[B, 1, 8, 8]` at times `[B]` in [0, 1], given labels `[B]` in 0..10."""
-        x = self.patchify(hidden_states).flatten(2).transpose(1, 2) + self.position
+        x: Tensor = self.patchify(hidden_states).flatten(2).transpose(1, 2) + self.position
         time = self.time_mlp(timestep_embedding(timestep, x.shape[-1]).to(x.dtype))
         condition = nn.functional.silu(time + self.label_embedding(labels))
         for block in self.blocks:
@@ -91,7 +92,8 @@ class DigitsDiT(nn.Module):
         shift, scale = self.modulation(condition).chunk(2, dim=-1)
         x = self.head(modulate(self.norm(x), shift, scale))
         x = x.view(-1, self.side, self.side, self.patch, self.patch).permute(0, 1, 3, 2, 4)
-        return x.reshape(-1, 1, IMAGE_SIZE, IMAGE_SIZE)
+        velocity: Tensor = x.reshape(-1, 1, IMAGE_SIZE, IMAGE_SIZE)
+        return velocity
 
 
 def load_digits_dit(path: Path = CHECKPOINT) -> DigitsDiT:

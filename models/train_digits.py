@@ -26,7 +26,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (cosine to zero)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="where the checkpoint goes; the log lies beside it")
+    parser.add_argument(
+        "--out", type=Path, default=CHECKPOINT, help="where the checkpoint goes; the log lies beside it"
+    )
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -70,7 +72,9 @@ def main() -> None:
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     torch.save({name: value.half() for name, value in average.state_dict().items()}, args.out)
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items() if name != "out"}
+    config = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items() if name != "out"
+    }
     payload = {"torch": torch.__version__, "config": config, "loss": log}
     args.out.with_suffix(".log.json").write_text(json.dumps(payload, indent=1) + "\n")
     print(f"wrote {args.out} ({args.out.stat().st_size / 1e6:.2f} MB), last loss {log[-1]['loss']:.4f}" if log else "")

@@ -20,19 +20,23 @@ def check_eligibility(gm: fx.GraphModule, steps: Sequence[Step]) -> None:
         DropoutError: the denoiser draws random numbers.
         ChainedStatesError: a gradient flows into an operand that belongs to one step alone.
     """
-    numbers = _value_numbers(gm.graph)
+    for step in steps:
+        for position in step.gradients:
+            if _depends_on_step(step.operands[position]):
+                raise ChainedStatesError(step.index, _describe(step.operands[position]), chained=True)
     first = steps[0]
     for step in steps[1:]:
         _check_same_computation(first, step)
     _check_deterministic(getattr(gm, first.region))
+    numbers = _value_numbers(gm.graph)
     at: dict[Any, Step] = {}
     for step in steps:
         other = at.setdefault(numbers[step.time], step)
         if other is not step:
             raise StepMismatchError.repeated_time(other.index, step.index)
-    if len(steps) > 1:
-        for step in steps:
-            _check_states(step, first, numbers)
+        for position in step.gradients:
+            if numbers[step.operands[position]] != numbers[first.operands[position]]:
+                raise ChainedStatesError(step.index, _describe(step.operands[position]), chained=False)
 
 
 def _check_same_computation(first: Step, step: Step) -> None:
@@ -61,18 +65,22 @@ def _check_deterministic(body: fx.GraphModule) -> None:
             for module in body.modules()
             if isinstance(module, fx.GraphModule)
             for node in module.graph.nodes
-            if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+            if isinstance(node.target, torch._ops.OpOverload) and _draws_random_numbers(node, node.target)
         }
     )
     if random:
         raise DropoutError(random)
 
 
-def _check_states(step: Step, first: Step, numbers: dict[fx.Node, Any]) -> None:
-    for position in step.gradients:
-        operand = step.operands[position]
-        if numbers[operand] != numbers[first.operands[position]] or (step is first and _depends_on_step(operand)):
-            raise ChainedStatesError(step.index, f"an input ({_describe(operand)})", _depends_on_step(operand))
+def _draws_random_numbers(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    # Attention and dropout operators carry the tag even where their dropout probability is zero.
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name in ("dropout_p", "p"):
+            given: Any = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            return bool((argument.default_value if given is None else given) != 0)
+    return True
 
 
 def _depends_on_step(operand: fx.Node) -> bool:

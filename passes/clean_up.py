@@ -3,7 +3,7 @@
 from torch import fx
 
 from jagg_fx._compat import stable_topological_sort
-from jagg_fx.passes.find_steps import TIME
+from jagg_fx.denoiser import TIME
 
 
 def clean_up(gm: fx.GraphModule) -> None:

@@ -3,13 +3,13 @@
 Exact: the copy holds the operators that compute the value, unchanged, and drops only what the backward would have read.
 """
 
-import operator
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
 from jagg_fx.passes.emit import value
-from jagg_fx.passes.find_steps import Step
+from jagg_fx.passes.find_steps import Step, output_index
 from jagg_fx.plan import Plan
 
 
@@ -17,10 +17,9 @@ def drop_saved(gm: fx.GraphModule, steps: Sequence[Step], plan: Plan) -> None:
     """Run after `interpolate_vjps`, when nothing reads what intermediate steps saved."""
     for i in plan.intermediate:
         step = steps[i]
-        outputs = [user for user in step.forward.users if user.target is operator.getitem]
-        for output in [output for output in outputs if not output.users]:
+        for output in [output for output in step.forward.users if not output.users]:
             gm.graph.erase_node(output)
-        kept = sorted({output.args[1] for output in step.forward.users})
+        kept = sorted({output_index(output) for output in step.forward.users})
         name = f"{step.region}_value_only_{'_'.join(map(str, kept))}"
         if not hasattr(gm, name):
             gm.add_submodule(name, _value_only(getattr(gm, step.region), kept))
@@ -33,14 +32,14 @@ def drop_saved(gm: fx.GraphModule, steps: Sequence[Step], plan: Plan) -> None:
         call.meta["val"] = tuple(value(step.forward)[k] for k in kept)
         call.meta["custom"] = {"jagg_fx": {"pass": "drop_saved", "step": i}}
         for output in list(step.forward.users):
-            output.args = (call, kept.index(output.args[1]))
+            output.args = (call, kept.index(output_index(output)))
         gm.graph.erase_node(step.forward)
 
 
 def _value_only(saving: fx.GraphModule, kept: Sequence[int]) -> fx.GraphModule:
     """The region with only some of its outputs, and without the operators that computed the others."""
     graph = fx.Graph()
-    outputs = graph.graph_copy(saving.graph, {})
+    outputs: Any = graph.graph_copy(saving.graph, {})
     graph.output(tuple(outputs[k] for k in kept))
     graph.eliminate_dead_code()
     graph.lint()

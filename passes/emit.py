@@ -17,7 +17,9 @@ def value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-def emit(before: fx.Node, fn: Callable[..., Tensor], operands: Sequence[fx.Node], *, name: str, origin: dict[str, Any]) -> fx.Node:
+def emit(
+    before: fx.Node, fn: Callable[..., Tensor], operands: Sequence[fx.Node], *, name: str, origin: dict[str, Any]
+) -> fx.Node:
     """Insert `fn(*operands)` before a node, as part of the backward, and return the node of its result.
 
     Args:

@@ -5,14 +5,13 @@ Changes nothing. A step is its boundary; the passes never look inside the region
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import fx
 
 from jagg_fx._compat import invoke_subgraph
+from jagg_fx.denoiser import TIME
 from jagg_fx.errors import NotARegionError
-
-TIME = torch.ops.jagg_fx.time.default
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,26 @@ class Step:
     @property
     def cotangents(self) -> tuple[fx.Node, ...]:
         """`g_i` as the loss computes it, one per differentiable value of the denoiser."""
-        return tuple(self.backward.args[position] for position in self.cotangent_positions)
+        arguments: Any = self.backward.args
+        return tuple(arguments[position] for position in self.cotangent_positions)
 
 
 def region_name(call: fx.Node) -> str:
-    body = call.args[0]
-    assert isinstance(body, fx.Node) and isinstance(body.target, str)
-    return body.target
+    body: Any = call.args[0]
+    name: str = body.target
+    return name
+
+
+def output_index(output: fx.Node) -> int:
+    """Which output of a region's call a `getitem` node is."""
+    index: Any = output.args[1]
+    return int(index)
+
+
+def _marked_time(marker: fx.Node) -> fx.Node:
+    time: Any = marker.args[0]
+    node: fx.Node = time
+    return node
 
 
 def marked_calls(graph: fx.Graph) -> list[fx.Node]:
@@ -66,7 +78,7 @@ def marked_calls(graph: fx.Graph) -> list[fx.Node]:
     for marker in graph.find_nodes(op="call_function", target=TIME):
         for user in marker.users:
             if user.target is not invoke_subgraph:
-                raise NotARegionError()
+                raise NotARegionError.inlined()
             # A backward call reads the marker too when the step's time is among what its forward saved.
             if user.meta.get("partitioner_tag") != "is_backward":
                 calls[user] = None
@@ -85,7 +97,7 @@ def find_steps(graph: fx.Graph) -> list[Step]:
         backward = _own_backward(forward, backwards)
         if backward is None:
             continue
-        operands = tuple(forward.args[2:])
+        operands: Any = forward.args[2:]
         marker = next(operand for operand in operands if isinstance(operand, fx.Node) and operand.target is TIME)
         body = getattr(graph.owning_module, region_name(backward))
         placeholders = body.graph.find_nodes(op="placeholder")
@@ -94,17 +106,15 @@ def find_steps(graph: fx.Graph) -> list[Step]:
                 index=len(steps),
                 forward=forward,
                 backward=backward,
-                operands=operands,
-                time=marker.args[0],
+                operands=tuple(operands),
+                time=_marked_time(marker),
                 arguments=tuple(str(marker.args[1]).split(",")),
                 # With symbolic sizes the saved values come in another order than the forward returns them: go by the
                 # names of the region's own arguments, which AOTAutograd's partitioner gives and relies on itself.
                 cotangent_positions=tuple(
                     2 + i for i, placeholder in enumerate(placeholders) if placeholder.name.startswith("tangents")
                 ),
-                gradients={
-                    user.args[1]: user for user in backward.users if user.target is operator.getitem and user.users
-                },
+                gradients={output_index(user): user for user in backward.users if user.users},
             )
         )
     return steps

@@ -8,6 +8,7 @@ changes nothing, to the bit.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -66,7 +67,8 @@ def _compose(knot: Step, slot: int, others: Sequence[Share]) -> None:
     def composite(own: Tensor, *rest: Tensor) -> Tensor:
         tensors = iter(rest[len(cotangents) :])
         factors = [
-            interpolation.per_sample(next(tensors), shape) if isinstance(weight, fx.Node) else weight for weight in weights
+            interpolation.per_sample(next(tensors), shape) if isinstance(weight, fx.Node) else weight
+            for weight in weights
         ]
         return interpolation.composite(own, list(zip(rest[: len(cotangents)], factors, strict=True)))
 
@@ -88,7 +90,7 @@ def _drop_zero(graph: fx.Graph, gradient: fx.Node, operand: fx.Node) -> None:
     """A removed step contributes nothing: leave its gradient out of the sums over steps."""
     for user in list(gradient.users):
         if user.target is torch.ops.aten.add.Tensor and len(set(user.args)) == 2 and not user.kwargs:
-            (other,) = (summand for summand in user.args if summand is not gradient)
+            other: Any = next(summand for summand in user.args if summand is not gradient)
             user.replace_all_uses_with(other)
             graph.erase_node(user)
         else:  # read by something else than a sum: still zero

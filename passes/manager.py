@@ -12,11 +12,12 @@ from torch import fx
 import jagg_fx
 from jagg_fx._compat import CustomGraphPass
 from jagg_fx.config import Config
+from jagg_fx.denoiser import TIME
 from jagg_fx.passes.check_eligibility import check_eligibility
 from jagg_fx.passes.clean_up import clean_up
 from jagg_fx.passes.drop_saved import drop_saved
 from jagg_fx.passes.emit import value
-from jagg_fx.passes.find_steps import TIME, Step, find_steps, marked_calls
+from jagg_fx.passes.find_steps import Step, find_steps, marked_calls
 from jagg_fx.passes.interpolate_vjps import interpolate_vjps
 from jagg_fx.plan import Plan
 from jagg_fx.report import Rewrite

@@ -1,0 +1,67 @@
+"""The `demo` command."""
+
+import argparse
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from jagg_fx.demo import output
+from jagg_fx.demo.train import Run, Settings
+
+FULL = {"updates": 40, "more_seeds": 2}
+QUICK = {"updates": 4, "more_seeds": 0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--updates", type=int, help=f"optimizer steps of each variant (default {FULL['updates']})")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="sampling steps; the last one is not trained (default 10)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, noise and task (default 0)")
+    parser.add_argument(
+        "--more-seeds",
+        type=int,
+        help=f"further seeds of the exact run, for the spread of its final reward (default {FULL['more_seeds']})",
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder of the results (default demo_out)")
+    parser.add_argument(
+        "--quick", action="store_true", help="interpret the graphs instead of compiling them, and fewer updates"
+    )
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    defaults = QUICK if arguments.quick else FULL
+    given = {name: getattr(arguments, name) for name in defaults if getattr(arguments, name) is not None}
+    settings = Settings(steps=arguments.steps, seed=arguments.seed, quick=arguments.quick, **{**defaults, **given})
+    if settings.updates < 1 or settings.more_seeds < 0 or settings.steps < 4:
+        raise SystemExit("jagg-fx demo: --updates is at least 1, --more-seeds at least 0 and --steps at least 4.")
+    return settings
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the demo. Ctrl-C stops training and still prints and saves what was done."""
+    settings, began = settings_of(arguments), time.perf_counter()
+    print("Task: digits that keep their class with the mean ink drawn to zero; 3 variants of one GRPO run.")
+    run = Run(settings)
+    interrupted = False
+    try:
+        with tqdm(run.variants, desc="compiling", unit="variant") as compiling:
+            for variant in compiling:
+                compiling.set_postfix_str(variant.name)
+                run.compile(variant)
+        with tqdm(total=settings.updates * len(run.variants), desc="training", unit="update") as bar:
+            run.train(bar)
+        run.finish()
+        if settings.more_seeds:
+            with tqdm(total=settings.updates * settings.more_seeds, desc="exact, more seeds", unit="update") as bar:
+                run.train_more_seeds(bar)
+    except KeyboardInterrupt:
+        interrupted = True
+        print("\nStopped; this is what was done so far.")
+    print(f"\n{output.table(run)}\n")
+    compiled = sum(v.compile_seconds for v in run.variants if v.compile_seconds == v.compile_seconds)
+    print(f"compile time {compiled:.0f} s of {time.perf_counter() - began:.0f} s in all")
+    for file in output.save(run, arguments.out):
+        print(f"wrote {file}")
+    return 130 if interrupted else 0

@@ -1,0 +1,180 @@
+"""Find the steps in a graph that Dynamo captured without our help, and make each a region: for `backend="jagg"`.
+
+`transform` marks the denoiser before Dynamo sees it, so that it is traced once. A backend comes too late for that: the
+denoiser's calls are inlined already. Dynamo notes on every node which call of which module it came from, though, so the
+calls can be put back together; what follows (AOTAutograd, Inductor) then still happens once, not once per step.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from jagg_fx._compat import invoke_subgraph, sets_grad_mode
+from jagg_fx.denoiser import TIME, contiguous_cotangent
+from jagg_fx.errors import DenoiserNotFoundError, SeveralDenoisersError, TimeArgumentError
+
+NO_ARGUMENTS = ""  # the names of the denoiser's arguments are not in the graph
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of the denoiser: its nodes, and the nodes outside that it reads, in the order of first use."""
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        own = set(self.nodes)
+        return [node for node in self.nodes if any(user not in own for user in node.users)]
+
+
+def outline(gm: fx.GraphModule, denoiser: nn.Module | None) -> int:
+    """Turn the denoiser's calls under grad mode into regions with marked times, in place. Returns how many.
+
+    Args:
+        gm: a graph from Dynamo.
+        denoiser: the module called once per step; by default the one outermost module with trainable parameters.
+
+    Raises:
+        SeveralDenoisersError: no module was named and several qualify.
+        DenoiserNotFoundError: the named module is not called in this graph.
+        TimeArgumentError: which input is the time cannot be told from the graph.
+    """
+    module = _denoiser_key(gm, denoiser)
+    calls = _calls(gm, module) if module is not None else []
+    if not calls:
+        return 0
+    position = _time_position([call.inputs for call in calls])
+    bodies: dict[str, str] = {}
+    for call in calls:
+        _replace(gm, call, position, bodies)
+    gm.graph.lint()
+    gm.recompile()
+    return len(calls)
+
+
+def _stack(node: fx.Node) -> dict[str, tuple[str, type]]:
+    return node.meta.get("nn_module_stack") or {}
+
+
+def _denoiser_key(gm: fx.GraphModule, denoiser: nn.Module | None) -> str | None:
+    """Key of the denoiser in `nn_module_stack`: its identity, to which Dynamo adds "@n" for repeated calls."""
+    called = {key.partition("@")[0]: place for node in gm.graph.nodes for key, place in _stack(node).items()}
+    if denoiser is not None:
+        if str(id(denoiser)) not in called:
+            raise DenoiserNotFoundError.not_in_graph(type(denoiser).__name__)
+        return str(id(denoiser))
+    outermost = {
+        next(iter(_stack(parameter))).partition("@")[0]
+        for parameter in gm.graph.find_nodes(op="placeholder")
+        if _stack(parameter) and _example(parameter).requires_grad
+    }
+    if len(outermost) > 1:
+        raise SeveralDenoisersError.in_graph([f"{called[key][0]}: {called[key][1].__name__}" for key in outermost])
+    return next(iter(outermost), None)
+
+
+def _calls(gm: fx.GraphModule, module: str) -> list[_Call]:
+    nodes: dict[str, list[fx.Node]] = {}
+    grad = torch.is_grad_enabled()
+    for node in gm.graph.nodes:
+        if sets_grad_mode(node):
+            grad = bool(node.args[0])
+        if node.op not in ("call_function", "call_method", "call_module") or not grad:
+            continue
+        key = next((key for key in _stack(node) if key.partition("@")[0] == module), None)
+        if key is not None:
+            nodes.setdefault(key, []).append(node)
+    calls = []
+    for own in nodes.values():
+        inside = set(own)
+        inputs = {source: None for node in own for source in node.all_input_nodes if source not in inside}
+        calls.append(_Call(own, list(inputs)))
+    return calls
+
+
+def _time_position(inputs: Sequence[Sequence[fx.Node]]) -> int:
+    """The one input that changes from call to call and holds a number per sample, or one number."""
+    found = [
+        position
+        for position, column in enumerate(zip(*inputs, strict=False))
+        if (len(inputs) == 1 or len(set(column)) > 1) and _holds_times(_example(column[0]))
+    ]
+    if len(found) != 1:
+        raise TimeArgumentError.not_in_graph(len(found))
+    return found[0]
+
+
+def _holds_times(example: Any) -> bool:
+    return isinstance(example, Tensor) and not example.requires_grad and all(size == 1 for size in example.shape[1:])
+
+
+def _replace(gm: fx.GraphModule, call: _Call, time_position: int, bodies: dict[str, str]) -> None:
+    graph, outputs = gm.graph, call.outputs
+    body = _body(gm, call, outputs)
+    key = _fingerprint(body, call.inputs)
+    if key not in bodies:
+        bodies[key] = f"jagg_fx_step_{len(bodies)}"
+        gm.add_submodule(bodies[key], body)
+    with graph.inserting_after(call.nodes[-1]):
+        region = graph.get_attr(bodies[key])
+    with graph.inserting_after(region):
+        time = call.inputs[time_position]
+        marked = graph.call_function(TIME, (time, NO_ARGUMENTS))
+        marked.meta["example_value"] = _example(time)
+    with graph.inserting_after(marked):
+        operands = [marked if node is time else node for node in call.inputs]
+        result = graph.call_function(invoke_subgraph, (region, bodies[key], *operands))
+        result.meta["example_value"] = tuple(_example(output) for output in outputs)
+
+    inside, after = set(call.nodes), result
+
+    def outside(user: fx.Node) -> bool:
+        return user not in inside
+
+    for index, output in enumerate(outputs):
+        with graph.inserting_after(after):
+            value = graph.call_function(operator.getitem, (result, index))
+        value.meta["example_value"] = _example(output)
+        after = value
+        if isinstance(_example(output), Tensor) and _example(output).is_floating_point():
+            with graph.inserting_after(value):
+                after = graph.call_function(contiguous_cotangent, (value,))
+            after.meta["example_value"] = _example(output)
+        output.replace_all_uses_with(after, delete_user_cb=outside)
+    for node in reversed(call.nodes):
+        graph.erase_node(node)
+
+
+def _body(gm: fx.GraphModule, call: _Call, outputs: Sequence[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for position, source in enumerate(call.inputs):
+        copies[source] = graph.placeholder(f"arg_{position}")
+        copies[source].meta = dict(source.meta)
+    for node in call.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[output] for output in outputs))
+    return fx.GraphModule(gm, graph)
+
+
+def _fingerprint(body: fx.GraphModule, inputs: Sequence[fx.Node]) -> str:
+    """Equal for calls that run the same operators on inputs of the same kind."""
+    order = {node: position for position, node in enumerate(body.graph.nodes)}
+    lines = [
+        repr((node.op, str(node.target), fx.map_arg((node.args, node.kwargs), lambda n: ("node", order[n]))))
+        for node in body.graph.nodes
+    ]
+    kinds = [
+        (str(e.dtype), tuple(e.shape), e.requires_grad) if isinstance(e, Tensor) else e for e in map(_example, inputs)
+    ]
+    return "\n".join([*lines, repr(kinds)])
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
