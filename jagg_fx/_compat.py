@@ -15,7 +15,7 @@ from torch import fx
 
 from jagg_fx.errors import (
     BackwardInsideError,
-    DynamicError,
+    DynamoFailedError,
     GraphBreakError,
     JaggError,
     NotARegionError,
@@ -120,18 +120,21 @@ def stable_topological_sort(graph: fx.Graph) -> None:
 
 
 @contextlib.contextmanager
-def regions_kept() -> Iterator[None]:
-    """Keep a region that is called only once; torch would inline it, and a step would no longer be a call."""
+def dynamo_settings() -> Iterator[None]:
+    """What Dynamo must not do while it captures steps as regions."""
     config = importlib.import_module("torch._dynamo.config")
-    if not hasattr(config, "inline_single_use_invoke_subgraph"):  # before torch 2.13 every region is kept
-        yield
-        return
-    with config.patch(inline_single_use_invoke_subgraph=False):
+    # A float that changed from call to call would become an input of the graph, which fails inside a region.
+    settings = {"specialize_float": True}
+    # A region that is called only once would be inlined, and the step would no longer be a call. (Torch before 2.13 keeps
+    # every region and has no such switch.)
+    if hasattr(config, "inline_single_use_invoke_subgraph"):
+        settings["inline_single_use_invoke_subgraph"] = False
+    with config.patch(settings):
         yield
 
 
 @contextlib.contextmanager
-def dynamo_errors(function: str, dynamic: bool | None) -> Iterator[None]:
+def dynamo_errors(function: str, dynamic: bool) -> Iterator[None]:
     """Turn what Dynamo raises into our own errors: those a backend raised come out as they were, graph breaks named."""
     exc = importlib.import_module("torch._dynamo.exc")
     try:
@@ -142,10 +145,8 @@ def dynamo_errors(function: str, dynamic: bool | None) -> Iterator[None]:
         if "in-place input or buffer mutations" in str(error):
             raise NotARegionError.mutation() from error
         raise
-    except exc.InternalTorchDynamoError as error:
-        if dynamic:
-            raise DynamicError(function, torch.__version__) from error
-        raise
+    except (exc.InternalTorchDynamoError, AssertionError) as error:
+        raise DynamoFailedError(function, torch.__version__, str(error).strip().splitlines()[0], dynamic) from error
     except (exc.Unsupported, exc.UserError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
         where = _user_line(getattr(error, "real_stack", None))

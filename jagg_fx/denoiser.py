@@ -99,10 +99,10 @@ def find_time(denoiser: nn.Module, time: str | None) -> TimeArgument:
 
 
 class _ContiguousCotangent(torch.autograd.Function):
-    """Identity whose cotangent is contiguous.
+    """Identity whose cotangent is contiguous and has storage of its own.
 
-    A region's backward is traced once per layout of its cotangent, and composites are always dense. One layout for all
-    steps keeps one backward for all steps.
+    A region's backward is traced once per layout of its cotangent (strides, offset into its storage), and composites are
+    always dense. One layout for all steps keeps one backward for all steps.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ class _ContiguousCotangent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Tensor:
-        return cotangent.contiguous()
+        return cotangent.clone(memory_format=torch.contiguous_format)
 
 
 def contiguous_cotangent(value: Tensor) -> Tensor:
@@ -130,11 +130,20 @@ def map_values(fn: Callable[[Tensor], Tensor], output: Any) -> Any:
 
 
 class Region:
-    """One denoiser as a compile region: `forward` stands in for the denoiser's own while a transformed call runs."""
+    """One denoiser as a compile region: `forward` stands in for the denoiser's own while a transformed call runs.
 
-    def __init__(self, denoiser: nn.Module, time: TimeArgument) -> None:
+    Args:
+        denoiser: the module.
+        time: its time argument.
+        nested: make each call a nested compile region, which Dynamo traces once for all steps. It fails on some models
+            (torch 2.13: an attribute of a parameter such as `weight.T`). Otherwise only the time is marked, every step is
+            traced, and `outline` makes the regions afterwards.
+    """
+
+    def __init__(self, denoiser: nn.Module, time: TimeArgument, nested: bool = True) -> None:
         self.denoiser = denoiser
         self.time = time
+        self.nested = nested
         self.original = original = denoiser.forward
         self.eager_calls = 0
 
@@ -153,6 +162,8 @@ class Region:
                 time.read(args, kwargs)  # raises if the time is missing
                 return checked(original(*args, **kwargs))
             args, kwargs = time.mark(args, kwargs)
+            if not nested:
+                return checked(original(*args, **kwargs))
             return map_values(contiguous_cotangent, checked(region(*args, **kwargs)))
 
         self.forward = forward

@@ -152,8 +152,8 @@ class ChainedStatesError(JaggError):
             else "an input of that step alone needs gradients"
         )
         super().__init__(
-            f"a gradient flows into an input ({operand}) of step {step}: {cause}. JAGG interpolates the VJPs of independent steps and "
-            "would be wrong here. Replay stored latents (z.detach()), as GRPO and DDPO loops do, or run the function "
+            f"a gradient flows into an input ({operand}) of step {step}: {cause}. JAGG interpolates the VJPs of independent "
+            "steps and would be wrong here. Replay stored latents (z.detach()), as GRPO and DDPO loops do, or run the function "
             "untransformed."
         )
 
@@ -213,14 +213,19 @@ class RaisedInCaptureError(GraphBreakError):
     """The function raises an exception on the path that torch.compile captures."""
 
 
-class DynamicError(JaggError):
-    """`dynamic=True` does not work with regions on this torch."""
+class DynamoFailedError(JaggError):
+    """torch.compile failed inside itself while it captured the function."""
 
-    def __init__(self, function: str, version: str) -> None:
+    def __init__(self, function: str, version: str, reason: str, dynamic: bool) -> None:
+        way_out = (
+            "Leave dynamic=None and mark what varies, torch._dynamo.mark_dynamic(latents, 1); a second shape then costs no "
+            "compile."
+            if dynamic
+            else f"Try jagg_fx.transform({function}, lowering='reference') for the same gradient without torch.compile."
+        )
         super().__init__(
-            f"jagg_fx.transform({function}, dynamic=True): Dynamo of torch {version} fails on a region that is reused with "
-            "every size symbolic. Leave dynamic=None and mark what varies, torch._dynamo.mark_dynamic(latents, 1); a second "
-            "shape then costs no compile."
+            f"jagg_fx.transform({function}{', dynamic=True' if dynamic else ''}): Dynamo of torch {version} failed while it "
+            f"captured {function}: {reason}. {way_out}"
         )
 
 

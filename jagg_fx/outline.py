@@ -1,8 +1,8 @@
-"""Find the steps in a graph that Dynamo captured without our help, and make each a region: for `backend="jagg"`.
+"""Make regions of the denoiser's calls in a graph where Dynamo inlined them.
 
-`transform` marks the denoiser before Dynamo sees it, so that it is traced once. A backend comes too late for that: the
-denoiser's calls are inlined already. Dynamo notes on every node which call of which module it came from, though, so the
-calls can be put back together; what follows (AOTAutograd, Inductor) then still happens once, not once per step.
+`transform` marks the denoiser before Dynamo sees it, so that it is traced once. `backend="jagg"` comes too late for that,
+and some models cannot be captured as nested regions. Dynamo notes on every node which call of which module it came from,
+though, so the calls can be put back together; what follows (AOTAutograd, Inductor) still happens once for all steps.
 """
 
 import operator
@@ -80,27 +80,40 @@ def _denoiser_key(gm: fx.GraphModule, denoiser: nn.Module | None) -> str | None:
 
 
 def _calls(gm: fx.GraphModule, module: str) -> list[_Call]:
-    nodes: dict[str, list[fx.Node]] = {}
+    # Dynamo counts the calls of a module by the name it reached it by: key and name together are one call.
+    nodes: dict[tuple[str, str], list[fx.Node]] = {}
     grad = torch.is_grad_enabled()
     for node in gm.graph.nodes:
         if sets_grad_mode(node):
             grad = bool(node.args[0])
         if node.op not in ("call_function", "call_method", "call_module") or not grad:
             continue
-        key = next((key for key in _stack(node) if key.partition("@")[0] == module), None)
-        if key is not None:
-            nodes.setdefault(key, []).append(node)
+        for key, (name, _) in _stack(node).items():
+            if key.partition("@")[0] == module:
+                nodes.setdefault((key, name), []).append(node)
     calls = []
     for own in nodes.values():
-        inside = set(own)
+        inside = set(own) - _marker_and_sources(own)
+        own = [node for node in own if node in inside]
         inputs = {source: None for node in own for source in node.all_input_nodes if source not in inside}
         calls.append(_Call(own, list(inputs)))
     return calls
 
 
+def _marker_and_sources(own: Sequence[fx.Node]) -> set[fx.Node]:
+    """A marked time was marked within the call, but it belongs to the call's arguments."""
+    pending = [node for node in own if node.target is TIME]
+    found: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        found.add(node)
+        pending += node.all_input_nodes
+    return found
+
+
 def _time_position(inputs: Sequence[Sequence[fx.Node]]) -> int:
-    """The one input that changes from call to call and holds a number per sample, or one number."""
-    found = [
+    """The marked input, or the one that changes from call to call and holds a number per sample, or one number."""
+    found = [position for position, node in enumerate(inputs[0]) if node.target is TIME] or [
         position
         for position, column in enumerate(zip(*inputs, strict=False))
         if (len(inputs) == 1 or len(set(column)) > 1) and _holds_times(_example(column[0]))
@@ -123,11 +136,12 @@ def _replace(gm: fx.GraphModule, call: _Call, time_position: int, bodies: dict[s
         gm.add_submodule(bodies[key], body)
     with graph.inserting_after(call.nodes[-1]):
         region = graph.get_attr(bodies[key])
-    with graph.inserting_after(region):
-        time = call.inputs[time_position]
-        marked = graph.call_function(TIME, (time, NO_ARGUMENTS))
+    time = marked = call.inputs[time_position]
+    if time.target is not TIME:
+        with graph.inserting_before(region):
+            marked = graph.call_function(TIME, (time, NO_ARGUMENTS))
         marked.meta["example_value"] = _example(time)
-    with graph.inserting_after(marked):
+    with graph.inserting_after(region):
         operands = [marked if node is time else node for node in call.inputs]
         result = graph.call_function(invoke_subgraph, (region, bodies[key], *operands))
         result.meta["example_value"] = tuple(_example(output) for output in outputs)

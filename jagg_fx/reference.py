@@ -84,6 +84,7 @@ def _record(
             return original(*args, **kwargs)
         if known & _leaves_below((args, kwargs)):
             raise ChainedStatesError(len(calls), "argument", chained=True)
+        step_time = time.read(args, kwargs)
         leaves: list[Tensor] = []
 
         def leaf(value: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def _record(
         if not torch.equal(state, torch.get_rng_state()):
             raise DropoutError(["torch's random state moved"])
         output = map_values(leaf, output)
-        calls.append(_Call(args, kwargs, time.read(args, kwargs), leaves, output))
+        calls.append(_Call(args, kwargs, step_time, leaves, output))
         return output
 
     with replaced_forward(denoiser, forward):

@@ -1,6 +1,7 @@
 """`transform`: the front door. Capture a function, mark its steps, rewrite its joint graph, lower it."""
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -8,12 +9,15 @@ import torch
 from torch import fx, nn
 
 from jagg_fx import reference
-from jagg_fx._compat import compile_isolated, dynamo_errors, regions_kept
+from jagg_fx._compat import compile_isolated, dynamo_errors, dynamo_settings
 from jagg_fx.backend import lower
 from jagg_fx.config import Config, Lowering
 from jagg_fx.denoiser import TIME, Region, check_denoiser, describe_function, find_denoiser, find_time
-from jagg_fx.errors import NoStepsError, OptionError, RaisedInCaptureError, SplitStepsError
+from jagg_fx.errors import DynamoFailedError, NoStepsError, OptionError, RaisedInCaptureError, SplitStepsError
+from jagg_fx.outline import outline
 from jagg_fx.report import Report, Rewrite
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,7 +94,7 @@ class Transformed(Generic[P, R]):
         self._given_denoiser = denoiser
         self._time = time
         self._fullgraph = fullgraph
-        self._dynamic = dynamic
+        self._dynamic = bool(dynamic)
         self._region: Region | None = None
         self._rewrites: list[Rewrite] = []
         self._captured = False  # whether any graph held a step
@@ -100,6 +104,9 @@ class Transformed(Generic[P, R]):
         def entry(*args: P.args, **kwargs: P.kwargs) -> R:
             return fn(*args, **kwargs)
 
+        # Dynamo remembers per code object (by file, line and name) which sizes and numbers changed from call to call.
+        # This function's code is shared by every transformed function; a name of its own keeps their histories apart.
+        entry.__code__ = entry.__code__.replace(co_name=f"{describe_function(fn)}_{id(self):x}")
         self._compiled = compile_isolated(entry, self._backend, fullgraph=fullgraph, dynamic=dynamic)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -111,12 +118,19 @@ class Transformed(Generic[P, R]):
             return outputs  # type: ignore[no-any-return]
         self._runs = 0
         try:
-            with region.installed(), regions_kept(), dynamo_errors(describe_function(self.original), self._dynamic):
+            with region.installed(), dynamo_settings(), dynamo_errors(describe_function(self.original), self._dynamic):
                 outputs = self._compiled(*args, **kwargs)
         except RaisedInCaptureError:
             with region.installed():
                 self.original(*args, **kwargs)  # nothing has run yet: let the function raise its own exception
             raise
+        except DynamoFailedError as error:
+            if not region.nested:
+                raise
+            reason = str(error.__cause__).strip().splitlines()[0]
+            log.info("%s is traced at every step: a nested region failed (%s)", type(region.denoiser).__name__, reason)
+            self._region = Region(region.denoiser, region.time, nested=False)
+            return self(*args, **kwargs)
         self._check_capture(region)
         return outputs  # type: ignore[no-any-return]
 
@@ -143,6 +157,9 @@ class Transformed(Generic[P, R]):
         return self._region
 
     def _backend(self, gm: fx.GraphModule, inputs: Any) -> Any:
+        assert self._region is not None
+        if not self._region.nested:
+            outline(gm, self._region.denoiser)
         steps = bool(gm.graph.find_nodes(op="call_function", target=TIME))
         if not steps and self._fullgraph and torch.is_grad_enabled():
             raise self._no_steps("the captured graph holds no call of it")

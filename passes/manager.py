@@ -13,6 +13,7 @@ import jagg_fx
 from jagg_fx._compat import CustomGraphPass
 from jagg_fx.config import Config
 from jagg_fx.denoiser import TIME
+from jagg_fx.inspect import step_lines
 from jagg_fx.passes.check_eligibility import check_eligibility
 from jagg_fx.passes.clean_up import clean_up
 from jagg_fx.passes.drop_saved import drop_saved
@@ -58,11 +59,13 @@ def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
         clean_up(gm)
         return None
     check_eligibility(gm, steps)
+    _log_steps("before", gm, steps)
     plan = config.plan(len(steps))
     record = _record(steps, plan, calls)
     interpolate_vjps(gm.graph, steps, plan, config.weights)
     drop_saved(gm, steps, plan)
     clean_up(gm)
+    _log_steps("after", gm, steps)
     log.info("%d steps, backward passes through the denoiser %d -> %d", plan.num_steps, plan.num_steps, len(plan.knots))
     return record
 
@@ -77,6 +80,11 @@ def _record(steps: list[Step], plan: Plan, calls: int) -> Rewrite:
         covered_elements=sum(int(t.numel()) for t in tensors if isinstance(t, torch.Tensor)),
         calls_without_gradient=calls - len(steps),
     )
+
+
+def _log_steps(when: str, gm: fx.GraphModule, steps: list[Step]) -> None:
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("steps %s the rewrite:\n%s", when, "\n".join(step_lines(gm.graph, steps)))
 
 
 @cache

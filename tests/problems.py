@@ -50,8 +50,10 @@ class MLP(nn.Module):
 
 
 class TakesNumbers(MLP):
+    """Accepts a number as diffusers' UNet does: a float becomes a float64 tensor."""
+
     def forward(self, z: Tensor, t: Any, condition: Tensor | None = None) -> Any:
-        return super().forward(z, torch.as_tensor(t), condition)
+        return super().forward(z, t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64), condition)
 
 
 def path(dtype: torch.dtype, batch: int = BATCH) -> tuple[Tensor, Tensor]:
@@ -64,7 +66,9 @@ def squared(z: Tensor, t: Tensor, i: int, v: Tensor) -> Tensor:
     return (z[i + 1] - z[i] - (t[i + 1] - t[i]) * v).square().mean(-1)
 
 
-def _problem(model: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], extra: tuple[Tensor, ...] = ()) -> Problem:
+def _problem(
+    model: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], extra: tuple[Tensor, ...] = ()
+) -> Problem:
     return Problem(model, fn, args, [p for p in model.parameters() if p.requires_grad] + list(extra))
 
 
@@ -208,6 +212,16 @@ def sum_of_values(dtype: torch.dtype) -> Problem:
     return _problem(model, fn, path(dtype))
 
 
+def stacked_values(dtype: torch.dtype) -> Problem:
+    """Cotangents that are slices of one tensor, each with its own offset."""
+    model = MLP().to(dtype)
+
+    def fn(z: Tensor, t: Tensor) -> Tensor:
+        return torch.stack([model(z[i], t[i].expand(BATCH)) for i in range(STEPS)])
+
+    return _problem(model, fn, path(dtype))
+
+
 def half_square(dtype: torch.dtype) -> Problem:
     """A loss whose cotangent is the value itself."""
     model = MLP().to(dtype)
@@ -261,6 +275,7 @@ PROBLEMS: dict[str, Callable[[torch.dtype], Problem]] = {
         reference_model,
         frozen_base,
         sum_of_values,
+        stacked_values,
         half_square,
         gaussian,
         digits_dit,

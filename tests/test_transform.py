@@ -11,40 +11,61 @@ import torch
 from torch import Tensor, nn
 
 import jagg_fx
-from jagg_fx.errors import NotARegionError
-from tests.problems import BATCH, DIM, PROBLEMS, STEPS, MLP, Problem, path, per_sample_times, relative_error, squared
+from jagg_fx.errors import DynamoFailedError, NotARegionError
+from jagg_fx.models.linear_gaussian import LinearVelocity
+from tests.problems import BATCH, DIM, MLP, PROBLEMS, STEPS, Problem, path, per_sample_times, relative_error, squared
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-PLANS: dict[str, dict[str, Any]] = {
-    "paper": {"W": 4},
-    "knots": {"knots": (0, 2, 7, 8)},
-    "index": {"W": 3, "weights": "index"},
+CASES: dict[torch.dtype, tuple[float, list[dict[str, Any]]]] = {
+    torch.float64: (1e-10, [{"W": 4}, {"knots": (0, 2, 7, 8)}, {"W": 3, "weights": "index"}]),
+    torch.float32: (1e-5, [{"W": 4}]),
 }
+# Parameters that a step uses several times: a region adds up their gradient within the step first, plain torch.compile
+# as autograd comes across them. The same sum in another order.
+ADDED_UP_WITHIN_THE_STEP = {"gaussian"}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
-def test_gradient_is_the_references_and_the_value_is_plain_compiles(make: Any, plan: dict[str, Any], dtype: torch.dtype) -> None:
-    problem = make(dtype)
-    _, want = problem.run(jagg_fx.transform(problem.fn, lowering="reference", **plan))
-    values, got = problem.run(jagg_fx.transform(problem.fn, lowering="eager", **plan))
+@pytest.mark.parametrize("dtype", CASES, ids=["float64", "float32"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradient_is_the_references_and_the_value_is_plain_compiles(name: str, dtype: torch.dtype) -> None:
+    problem = PROBLEMS[name](dtype)
+    tolerance, plans = CASES[dtype]
     plain, exact = problem.run(torch.compile(problem.fn, backend="aot_eager", fullgraph=True))
-    assert relative_error(got, want) < TOLERANCE[dtype]
-    assert relative_error(got, exact) > 1e-4, "the plan approximates nothing, so this case shows nothing"
-    for value, own in zip(plain, values, strict=True):
-        assert torch.equal(value, own)
+    for plan in plans:
+        _, want = problem.run(jagg_fx.transform(problem.fn, lowering="reference", **plan))
+        values, got = problem.run(jagg_fx.transform(problem.fn, lowering="eager", **plan))
+        assert relative_error(got, want) < tolerance, plan
+        assert relative_error(got, exact) > 1e-4, "the plan approximates nothing, so this case shows nothing"
+        for value, own in zip(plain, values, strict=True):
+            assert torch.equal(value, own), plan
 
 
-@pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
-def test_without_intermediate_steps_the_gradient_is_plain_compiles_to_the_bit(make: Any) -> None:
-    problem = make(torch.float32)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_without_intermediate_steps_the_gradient_is_plain_compiles_to_the_bit(name: str) -> None:
+    problem = PROBLEMS[name](torch.float32)
     transformed = jagg_fx.transform(problem.fn, W=2, lowering="eager")
     values, got = problem.run(transformed)
     plain, exact = problem.run(torch.compile(problem.fn, backend="aot_eager", fullgraph=True))
-    assert torch.equal(got, exact)
+    if name in ADDED_UP_WITHIN_THE_STEP:
+        assert relative_error(got, exact) < 1e-6
+    else:
+        assert torch.equal(got, exact)
     assert all(torch.equal(a, b) for a, b in zip(values, plain, strict=True))
     assert transformed.report.to_dict()["backward_passes_after"] == STEPS
+
+
+def test_without_intermediate_steps_it_is_a_plain_nested_region_to_the_bit() -> None:
+    for name in ADDED_UP_WITHIN_THE_STEP:
+        problem = PROBLEMS[name](torch.float32)
+        forward = problem.model.forward
+
+        @torch.compiler.nested_compile_region
+        def region(*args: Any, forward: Any = forward) -> Any:
+            return forward(*args)
+
+        _, got = problem.run(jagg_fx.transform(problem.fn, W=2, lowering="eager"))
+        problem.model.forward = region
+        _, exact = problem.run(torch.compile(problem.fn, backend="aot_eager", fullgraph=True))
+        assert torch.equal(got, exact)
 
 
 def test_the_reference_equals_autograd_when_every_step_is_a_knot() -> None:
@@ -133,10 +154,6 @@ def test_grad_and_no_grad_calls_alternate() -> None:
     assert len(transformed._rewrites) == 1
 
 
-def _count_compiles(transformed: Any) -> list[int]:
-    return [transformed.report.graphs]
-
-
 def test_a_second_shape_compiles_once_more_and_then_no_more() -> None:
     model = MLP()
 
@@ -155,6 +172,56 @@ def test_a_second_shape_compiles_once_more_and_then_no_more() -> None:
     assert graphs == [1, 1, 2, 2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_dynamic_is_torch_compiles(dynamic: bool | None) -> None:
+    problem = per_sample_times(torch.float64)
+    transformed = jagg_fx.transform(problem.fn, lowering="eager", dynamic=dynamic)
+    try:
+        _, got = problem.run(transformed)
+    except DynamoFailedError as error:  # Dynamo 2.13 fails on a reused region with every size symbolic
+        assert dynamic
+        assert "mark_dynamic" in str(error)  # noqa: PT017
+        return
+    _, want = problem.run(jagg_fx.transform(problem.fn, lowering="reference"))
+    assert relative_error(got, want) < 1e-10
+    assert transformed.report.graphs == 1
+
+
+def test_a_model_whose_trace_dynamo_cannot_reuse_is_traced_at_every_step() -> None:
+    """On torch 2.13 an attribute of a parameter, here `A.T`, defeats the reuse; the steps still share one region."""
+    model = LinearVelocity(DIM).double()
+
+    def replay(z: Tensor, t: Tensor) -> Tensor:
+        return torch.stack([squared(z, t, i, model(z[i], t[i].expand(BATCH))) for i in range(STEPS)], 1)
+
+    problem = Problem(model, replay, path(torch.float64), list(model.parameters()))
+    _, want = problem.run(jagg_fx.transform(replay, lowering="reference"))
+    _, got = problem.run(jagg_fx.transform(replay, lowering="eager"))
+    assert relative_error(got, want) < 1e-10
+
+
+def test_a_python_number_of_the_model_may_change_between_calls() -> None:
+    class Scaled(MLP):
+        scale = 1.0
+
+        def forward(self, z: Tensor, t: Tensor, condition: Tensor | None = None) -> Any:
+            return self.scale * super().forward(z, t, condition)
+
+    model = Scaled().double()
+
+    def replay(z: Tensor, t: Tensor) -> Tensor:
+        return torch.stack([squared(z, t, i, model(z[i], t[i].expand(BATCH))) for i in range(STEPS)], 1)
+
+    problem = Problem(model, replay, path(torch.float64), list(model.parameters()))
+    transformed = jagg_fx.transform(replay, lowering="eager")
+    for scale in (1.0, 0.5, 0.25, 0.5):
+        model.scale = scale
+        _, got = problem.run(transformed)
+        _, want = problem.run(jagg_fx.transform(replay, lowering="reference"))
+        assert relative_error(got, want) < 1e-10
+    assert transformed.report.graphs == 3
+
+
 def test_a_batch_marked_dynamic_compiles_once() -> None:
     model = MLP()
 
@@ -170,36 +237,6 @@ def test_a_batch_marked_dynamic_compiles_once() -> None:
         _, want = problem.run(jagg_fx.transform(replay, lowering="reference"))
         assert relative_error(got, want) < 1e-5
     assert transformed.report.graphs == 1
-
-
-def test_the_denoiser_is_traced_once_however_many_steps() -> None:
-    traced = 0
-
-    class Counting(MLP):
-        def forward(self, z: Tensor, t: Tensor, condition: Tensor | None = None) -> Any:
-            nonlocal traced
-            traced += 1
-            return super().forward(z, t, condition)
-
-    # Dynamo inlines the forward, so the count is of the passes over the region's body that a graph holds.
-    from jagg_fx.backend import lower
-
-    problem = per_sample_times(torch.float32)
-    transformed = jagg_fx.transform(problem.fn, lowering="eager")
-    bodies: list[int] = []
-    original = transformed._backend
-
-    def spy(gm: Any, inputs: Any) -> Any:
-        bodies.append(len([m for m in gm.children() if isinstance(m, torch.fx.GraphModule)]))
-        return original(gm, inputs)
-
-    from jagg_fx._compat import compile_isolated
-
-    transformed._compiled = compile_isolated(problem.fn, spy, fullgraph=True)
-    problem.run(transformed)
-    assert bodies == [1]
-    assert lower is not None
-    assert traced == 0
 
 
 class TestTheModelStaysTheUsers:
@@ -266,15 +303,12 @@ class TestTheModelStaysTheUsers:
 def test_gradients_accumulate_over_two_backwards() -> None:
     problem = per_sample_times(torch.float64)
     transformed = jagg_fx.transform(problem.fn, lowering="eager")
-    _, once = problem.run(transformed)
-    generator_loss = [transformed(*problem.args).sum() for _ in range(2)]
-    for loss in generator_loss:
+    for loss in [transformed(*problem.args).sum() for _ in range(2)]:
         loss.backward()
     twice = torch.cat([p.grad.flatten() for p in problem.parameters])
     problem.model.zero_grad()
     transformed(*problem.args).sum().backward()
     assert relative_error(twice, 2 * torch.cat([p.grad.flatten() for p in problem.parameters])) < 1e-14
-    assert once.norm() > 0
 
 
 def test_fullgraph_false_allows_breaks_around_the_loop() -> None:
@@ -306,7 +340,7 @@ def test_a_denoiser_that_returns_a_dataclass_is_refused() -> None:
     def replay(z: Tensor, t: Tensor) -> Tensor:
         return torch.stack([squared(z, t, i, model(z[i], t[i].expand(BATCH)).sample) for i in range(STEPS)], 1)
 
-    with pytest.raises(NotARegionError, match="Output.*return_dict=False"):
+    with pytest.raises(NotARegionError, match=r"Output.*return_dict=False"):
         jagg_fx.transform(replay, lowering="eager")(*path(torch.float32))
 
 
@@ -335,4 +369,3 @@ def test_methods_partials_and_arguments_work() -> None:
     for fn, args in forms:
         got = Problem(trainer.transformer, fn, args, parameters).run(jagg_fx.transform(fn, lowering="eager"))[1]
         assert relative_error(got, want) < 1e-12, fn
-    assert DIM == z.shape[-1]

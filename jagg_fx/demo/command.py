@@ -9,7 +9,7 @@ from tqdm import tqdm
 from jagg_fx.demo import output
 from jagg_fx.demo.train import Run, Settings
 
-FULL = {"updates": 40, "more_seeds": 2}
+FULL = {"updates": 60, "more_seeds": 2}
 QUICK = {"updates": 4, "more_seeds": 0}
 
 

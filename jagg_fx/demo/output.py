@@ -27,8 +27,10 @@ def table(run: Run) -> str:
         ("peak memory of an update, MiB", [f"{v.peak_mib:.0f}" for v in run.variants]),
         ("gradient cosine to exact: start, middle, end", [_list(v.cosines, "{:.3f}") for v in run.variants]),
         ("gradient relative error: start, middle, end", [_list(v.errors, "{:.1e}") for v in run.variants]),
-        ("reward at the start", [f"{v.rewards[0]:.3f}" if v.rewards else "-" for v in run.variants]),
-        ("reward at the end (mean of 5 updates)", [f"{v.final_reward():.3f}" for v in run.variants]),
+        (
+            f"reward of {HELD_OUT_SAMPLES} fresh samples (before: {run.reward_before:.3f})",
+            [f"{v.final_reward:.3f}" for v in run.variants],
+        ),
         (
             f"held-out accuracy (before: {run.quality_before.accuracy:.3f})",
             [f"{v.quality.accuracy:.3f}" if v.quality else "-" for v in run.variants],
@@ -59,7 +61,7 @@ def caption(run: Run) -> str:
             "Quick form: graphs are interpreted (lowering='eager'), so seconds say little about compiled runs."
         )
     if run.spread:
-        finals = [run.variants[0].final_reward(), *run.spread]
+        finals = [run.variants[0].final_reward, *run.spread]
         lines.append(
             f"Final reward of the exact run under {len(finals)} seeds: {', '.join(f'{r:.3f}' for r in finals)} "
             f"(from {min(finals):.3f} to {max(finals):.3f})."
@@ -104,7 +106,7 @@ def _numbers(run: Run) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.is_available(),
         },
-        "before": dataclasses.asdict(run.quality_before),
+        "before": {"reward": run.reward_before, **dataclasses.asdict(run.quality_before)},
         "exact_final_rewards_of_further_seeds": run.spread,
         "variants": [
             {
@@ -114,6 +116,7 @@ def _numbers(run: Run) -> dict[str, Any]:
                 "peak_mib": variant.peak_mib,
                 "seconds": variant.clock.seconds,
                 "rewards": variant.rewards,
+                "final_reward": variant.final_reward,
                 "gradient_cosines": variant.cosines,
                 "gradient_relative_errors": variant.errors,
                 "quality": dataclasses.asdict(variant.quality) if variant.quality else None,

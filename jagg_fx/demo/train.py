@@ -75,15 +75,11 @@ class Variant:
     peak_mib: float = float("nan")
     clock: measure.Clock = field(default_factory=measure.Clock)
     rewards: list[float] = field(default_factory=list)
+    final_reward: float = float("nan")
     cosines: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     samples: Tensor | None = None
     quality: Quality | None = None
-
-    def final_reward(self, updates: int = 5) -> float:
-        """Mean reward of the last updates' rollouts."""
-        last = self.rewards[-updates:]
-        return sum(last) / len(last) if last else float("nan")
 
 
 def exact_replay(model: DigitsDiT, quick: bool) -> Callable[..., Replay]:
@@ -91,7 +87,8 @@ def exact_replay(model: DigitsDiT, quick: bool) -> Callable[..., Replay]:
 
     @torch.compiler.nested_compile_region
     def denoiser(x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
-        return model(x, t, labels)
+        velocity: Tensor = model(x, t, labels)
+        return velocity
 
     def exact(latents: Tensor, sigmas: Tensor, labels: Tensor) -> Replay:
         return replay(denoiser, SAMPLER, latents, sigmas, labels)
@@ -131,6 +128,7 @@ class Run:
         self.spread: list[float] = []  # final rewards of the exact variant under further seeds
         self.before = self._samples(self.variants[0].model)
         self.quality_before = self.task.quality(*self.before)
+        self.reward_before = self._reward(self.variants[0].model)
 
     def compile(self, variant: Variant) -> None:
         """The first forward and backward of a variant, where everything is compiled, and its peak memory afterwards."""
@@ -146,6 +144,7 @@ class Run:
         optimizers = [torch.optim.AdamW(variant.model.parameters(), lr=LEARNING_RATE) for variant in self.variants]
         for update in range(self.settings.updates):
             for variant, generator, optimizer in zip(self.variants, generators, optimizers, strict=True):
+                self._set_learning_rate(optimizer, update)
                 self._update(variant, generator, optimizer, probe=update in self.settings.probes)
                 bar.update()
             bar.set_postfix({variant.name: f"{variant.rewards[-1]:.2f}" for variant in self.variants})
@@ -155,6 +154,7 @@ class Run:
         for variant in self.variants:
             variant.samples, labels = self._samples(variant.model)
             variant.quality = self.task.quality(variant.samples, labels)
+            variant.final_reward = self._reward(variant.model)
 
     def train_more_seeds(self, bar: "tqdm[Any]") -> None:
         """The exact variant again under other seeds. It reuses the compiled function and overwrites its model."""
@@ -164,11 +164,16 @@ class Run:
             other = Variant(f"exact, seed {self.settings.seed + offset}", exact.model, exact.replay, exact.passes)
             optimizer = torch.optim.AdamW(exact.model.parameters(), lr=LEARNING_RATE)
             generator = self._generator(self.settings.seed + offset)
-            for _ in range(self.settings.updates):
+            for update in range(self.settings.updates):
+                self._set_learning_rate(optimizer, update)
                 self._update(other, generator, optimizer, probe=False)
                 bar.update()
                 bar.set_postfix({other.name: f"{other.rewards[-1]:.2f}"})
-            self.spread.append(other.final_reward())
+            self.spread.append(self._reward(other.model))
+
+    def _set_learning_rate(self, optimizer: torch.optim.Optimizer, update: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * (1 - update / self.settings.updates)  # linear to zero
 
     def _update(
         self, variant: Variant, generator: torch.Generator, optimizer: torch.optim.Optimizer, probe: bool
@@ -217,6 +222,14 @@ class Run:
         own = gradient(variant.replay)
         variant.cosines.append(measure.cosine(own, exact))
         variant.errors.append(measure.relative_error(own, exact))
+
+    def _reward(self, model: DigitsDiT) -> float:
+        """Mean reward of fresh rollouts, the same prompts and noise for every model."""
+        generator = self._generator(self.settings.seed + 2000)
+        labels = torch.arange(NUM_CLASSES).repeat(HELD_OUT_SAMPLES // NUM_CLASSES)
+        noise = torch.randn(len(labels), 1, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+        images = rollout(model, SAMPLER, noise, self.sigmas, labels, generator=generator).latents[-1]
+        return float(self.task.reward(images, labels).mean())
 
     def _samples(self, model: DigitsDiT) -> tuple[Tensor, Tensor]:
         """Deterministic (Euler) samples of every class in turn, from the same noise for every model."""

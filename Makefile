@@ -1,0 +1,37 @@
+# `make demo` and `make test` are all a newcomer needs; both install what they need into .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo demo-quick test lint types benchmarks clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m jagg_fx demo $(ARGS)
+
+demo-quick: $(INSTALLED)
+	$(BIN)/python -m jagg_fx demo --quick $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+benchmarks: $(INSTALLED)
+	$(BIN)/python -m benchmarks.compile_time $(ARGS)
+
+# torch first and alone: asked for by another package, pip would take the newest build with its several GB of CUDA.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e ".[test,lint]"
+	touch $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) demo_out .pytest_cache .mypy_cache .ruff_cache

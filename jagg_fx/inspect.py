@@ -1,0 +1,38 @@
+"""A joint graph at the level of steps: a line per call of the denoiser, not thousands of operators."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from jagg_fx._compat import invoke_subgraph
+from jagg_fx.passes.find_steps import Step
+
+
+def step_lines(graph: fx.Graph, steps: Sequence[Step]) -> list[str]:
+    """One line per forward and backward call of a step, in the order of the graph, before or after the rewrite."""
+    forwards = {step.forward: step for step in steps}
+    backwards = {step.backward: step for step in steps}
+    lines = []
+    for node in graph.find_nodes(op="call_function", target=invoke_subgraph):
+        if node in backwards:
+            step = backwards[node]
+            lines.append(f"backward {step.index:2}  takes {', '.join(map(_cotangent, step.cotangents))}")
+        elif node in forwards:
+            saved = len(node.meta["val"]) - len(forwards[node].cotangent_positions)
+            lines.append(f"forward  {forwards[node].index:2}  returns the value, saves {saved} tensors")
+        elif (origin := _origin(node)).get("pass") == "drop_saved":
+            lines.append(f"forward  {origin['step']:2}  returns the value, saves nothing")
+    return lines
+
+
+def _cotangent(node: fx.Node) -> str:
+    origin = _origin(node)
+    if "from" not in origin:
+        return "its own cotangent"
+    return f"its own cotangent + weighted cotangents of steps {', '.join(map(str, origin['from']))}"
+
+
+def _origin(node: fx.Node) -> dict[str, Any]:
+    origin: dict[str, Any] = node.meta.get("custom", {}).get("jagg_fx", {})
+    return origin

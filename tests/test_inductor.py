@@ -1,0 +1,104 @@
+"""A chosen few through Inductor, which compiles C++ for each: what interpreting the graphs cannot show."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import jagg_fx
+from tests.problems import PROBLEMS, Problem, path, per_sample_times, relative_error
+
+pytestmark = pytest.mark.inductor
+
+
+def nested_region(problem: Problem) -> Any:
+    """Plain torch.compile of the same function, the denoiser marked as a nested region by torch's own decorator."""
+    original = problem.model.forward
+
+    @torch.compiler.nested_compile_region
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    problem.model.forward = forward
+    return torch.compile(problem.fn, fullgraph=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "gradient", "value"),
+    [
+        ("per_sample_times", torch.float64, 1e-10, 1e-14),
+        ("digits_dit", torch.float32, 1e-5, 1e-6),
+        ("sum_of_values", torch.float32, 1e-5, 1e-6),
+    ],
+)
+def test_gradient_and_values(name: str, dtype: torch.dtype, gradient: float, value: float) -> None:
+    problem = PROBLEMS[name](dtype)
+    _, want = problem.run(jagg_fx.transform(problem.fn, lowering="reference"))
+    values, got = problem.run(jagg_fx.transform(problem.fn))
+    plain, _ = problem.run(torch.compile(problem.fn, fullgraph=True))
+    assert relative_error(got, want) < gradient
+    for own, theirs in zip(values, plain, strict=True):
+        assert relative_error(own, theirs) < value
+
+
+@pytest.mark.parametrize("name", ["per_sample_times", "digits_dit"])
+def test_without_intermediate_steps_it_is_plain_torch_compile_to_the_bit(name: str) -> None:
+    problem = PROBLEMS[name](torch.float32)
+    values, got = problem.run(jagg_fx.transform(problem.fn, W=2))
+    plain, exact = problem.run(nested_region(problem))
+    assert torch.equal(got, exact)
+    assert all(torch.equal(a, b) for a, b in zip(values, plain, strict=True))
+
+
+def test_a_dynamic_batch_compiles_once() -> None:
+    transformed, model = None, None
+    for batch in (4, 6):
+        problem = per_sample_times(torch.float64)
+        model = model or problem.model
+        fn = transformed.original if transformed else problem.fn
+        transformed = transformed or jagg_fx.transform(fn)
+        z, t = path(torch.float64, batch)
+        torch._dynamo.mark_dynamic(z, 1)
+        problem = Problem(model, fn, (z, t), list(model.parameters()))
+        _, got = problem.run(transformed)
+        _, want = problem.run(jagg_fx.transform(fn, lowering="reference"))
+        assert relative_error(got, want) < 1e-10
+    assert transformed is not None
+    assert transformed.report.graphs == 1
+
+
+def test_the_backend_entry_point() -> None:
+    problem = per_sample_times(torch.float64)
+    _, want = problem.run(jagg_fx.transform(problem.fn, knots=(0, 3, 8), lowering="reference"))
+    compiled = torch.compile(problem.fn, backend="jagg", options={"knots": (0, 3, 8)}, fullgraph=True)
+    assert relative_error(problem.run(compiled)[1], want) < 1e-10
+
+
+def test_a_change_of_plan_or_weights_never_meets_a_stale_graph_in_the_cache() -> None:
+    problem = per_sample_times(torch.float64)
+    plans: list[dict[str, Any]] = [{"knots": (0, 8)}, {"knots": (0, 8), "weights": "index"}, {"knots": (0, 5, 8)}]
+    for plan in [*plans, plans[0]]:
+        torch.compiler.reset()  # as in a new process that shares the cache on disk
+        transformed = jagg_fx.transform(problem.fn, **plan)
+        _, got = problem.run(transformed)
+        _, want = problem.run(jagg_fx.transform(problem.fn, lowering="reference", **plan))
+        assert relative_error(got, want) < 1e-10, plan
+        assert transformed.report.graphs == 1, "the report is filled whether or not the code came from the cache"
+
+
+def test_the_users_own_inductor_options_and_passes_are_kept() -> None:
+    seen: list[int] = []
+
+    class Counter(torch._inductor.custom_graph_pass.CustomGraphPass):
+        def uuid(self) -> str:
+            return "counter"
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            seen.append(len(graph.nodes))
+
+    problem = per_sample_times(torch.float64)
+    transformed = jagg_fx.transform(problem.fn, options={"joint_custom_pre_pass": Counter()})
+    _, got = problem.run(transformed)
+    _, want = problem.run(jagg_fx.transform(problem.fn, lowering="reference"))
+    assert seen
+    assert relative_error(got, want) < 1e-10
