@@ -76,10 +76,10 @@ def test_the_reward_falls_with_wrong_ink_and_with_the_wrong_class() -> None:
     task, (images, labels) = DigitsTask(), digits()
     right, wrong = task.reward(images, labels), task.reward(images, (labels + 1) % 10)
     assert right.mean() > wrong.mean() + 3
-    brighter = (images + 0.3).clamp(-1, 1)  # nearer to a mean ink of zero, still the same digits
-    assert task.reward(brighter, labels).mean() > right.mean()
-    blank = torch.zeros_like(images)  # the ink is perfect, but it is no digit
-    assert task.reward(blank, labels).mean() < task.reward(brighter, labels).mean()
+    fatter = (images + 0.4).clamp(-1, 1)  # a mean ink near zero, still the same digits
+    assert task.reward(fatter, labels).mean() > right.mean() + 3
+    for collapsed in (torch.zeros_like(images), torch.ones_like(images)):  # the right ink, or all of it, but no digit
+        assert task.reward(collapsed, labels).mean() < task.reward(fatter, labels).mean() - 0.5
 
 
 def test_held_out_quality_tells_digits_from_noise() -> None:

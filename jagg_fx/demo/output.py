@@ -152,7 +152,7 @@ def _sample_picture(run: Run, path: Path) -> Path:
 
     rows: list[tuple[str, Tensor]] = [("before", run.before[0])]
     rows += [(variant.name, variant.samples) for variant in run.variants if variant.samples is not None]
-    figure = Figure(figsize=(10, 1.1 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(10, 0.62 * len(rows) + 0.4), layout="constrained")
     grid = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     for axes, (name, samples) in zip(grid, rows, strict=True):
         first = samples[: 2 * NUM_CLASSES, 0].clamp(-1, 1).numpy()  # two samples of each class

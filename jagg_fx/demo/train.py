@@ -100,7 +100,7 @@ def exact_replay(model: DigitsDiT, quick: bool) -> Callable[..., Replay]:
 def four_knots(num_steps: int) -> tuple[int, ...]:
     """Four knots for the sampler's own step weights, which grow towards the end: denser where they are large."""
     last = num_steps - 1
-    return tuple(sorted({0, round(0.65 * last), last - 1, last}))
+    return tuple(sorted({0, min(round(0.65 * last), last - 2), last - 1, last}))
 
 
 def make_variants(settings: Settings) -> list[Variant]:
