@@ -73,7 +73,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Any, pass_: CustomGraphPas
     # `config_patches` reach the backward, which is compiled at the first `.backward()`, after this call returned.
     patches = {**options, "joint_custom_pre_pass": [*passes, pass_] if passes else pass_}
     functorch_config = importlib.import_module("torch._functorch.config")
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False), _schemas_once():
         return _probe("torch._inductor.compile_fx", "compile_fx")(gm, inputs, config_patches=patches)
 
 
@@ -99,7 +99,7 @@ def compile_with_interpreter(gm: fx.GraphModule, inputs: Any, pass_: CustomGraph
         keep_inference_input_mutations=True,
     )
     functorch_config = importlib.import_module("torch._functorch.config")
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False), _schemas_once():
         return backend(gm, inputs)
 
 
@@ -117,6 +117,25 @@ def sets_grad_mode(node: fx.Node) -> bool:
 def stable_topological_sort(graph: fx.Graph) -> None:
     """Order nodes after what they read, otherwise as they were."""
     _probe("torch._inductor.pattern_matcher", "stable_topological_sort")(graph)
+
+
+@contextlib.contextmanager
+def _schemas_once() -> Iterator[None]:
+    """Compute a region's schema once per subgraph. Torch asks for it at every call and traces the subgraph to answer."""
+    known: dict[Any, Any] = {}
+    compute = invoke_subgraph.gen_schema
+
+    def gen_schema(subgraph: Any, identifier: Any, *operands: Any) -> Any:
+        key = (subgraph, identifier, tuple(map(type, operands)))
+        if key not in known:
+            known[key] = compute(subgraph, identifier, *operands)
+        return known[key]
+
+    invoke_subgraph.gen_schema = gen_schema
+    try:
+        yield
+    finally:
+        del invoke_subgraph.gen_schema
 
 
 @contextlib.contextmanager

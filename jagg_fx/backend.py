@@ -10,6 +10,7 @@ from jagg_fx._compat import compile_with_inductor, compile_with_interpreter
 from jagg_fx.config import Config, Lowering
 from jagg_fx.denoiser import check_denoiser
 from jagg_fx.errors import OptionError
+from jagg_fx.layouts import unify_layouts
 from jagg_fx.outline import outline
 from jagg_fx.passes.manager import JaggPass
 from jagg_fx.report import Report, Rewrite
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 def lower(gm: fx.GraphModule, inputs: Any, config: Config, on_rewrite: Callable[[Rewrite], None]) -> Any:
     """Compile a captured graph with the passes on its joint graph."""
+    unify_layouts(gm)
     pass_ = JaggPass(config, on_rewrite)
     if config.lowering is Lowering.INDUCTOR:
         return compile_with_inductor(gm, inputs, pass_, dict(config.options))

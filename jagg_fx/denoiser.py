@@ -53,13 +53,16 @@ class TimeArgument:
 
     def mark(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments with the time marked. Runs inside Dynamo's trace."""
-        given = [name for name, value in zip(self.positional, args, strict=False) if value is not None]
-        arguments = ",".join(sorted(given + [name for name, value in kwargs.items() if value is not None]))
-        marked = mark_time(self.read(args, kwargs), arguments)
+        marked = mark_time(self.read(args, kwargs), ",".join(self.arguments(args, kwargs)))
         if self.name in kwargs:
             return args, {**kwargs, self.name: marked}
         position = self.positional.index(self.name)
         return (*args[:position], marked, *args[position + 1 :]), kwargs
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+        """Sorted names of the arguments that the call gives a value other than None."""
+        given = [name for name, value in zip(self.positional, args, strict=False) if value is not None]
+        return tuple(sorted(given + [name for name, value in kwargs.items() if value is not None]))
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The call's time as a tensor."""
@@ -96,28 +99,6 @@ def find_time(denoiser: nn.Module, time: str | None) -> TimeArgument:
         if name in parameters or (time is not None and open_ended):
             return TimeArgument(type(denoiser).__name__, name, positional)
     raise TimeArgumentError.not_found(type(denoiser).__name__, parameters, TIME_NAMES if time is None else (time,))
-
-
-class _ContiguousCotangent(torch.autograd.Function):
-    """Identity whose cotangent is contiguous and has storage of its own.
-
-    A region's backward is traced once per layout of its cotangent (strides, offset into its storage), and composites are
-    always dense. One layout for all steps keeps one backward for all steps.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
-        return cotangent.clone(memory_format=torch.contiguous_format)
-
-
-def contiguous_cotangent(value: Tensor) -> Tensor:
-    """The value itself; its cotangent arrives contiguous."""
-    same: Tensor = _ContiguousCotangent.apply(value)  # type: ignore[no-untyped-call]
-    return same
 
 
 def map_values(fn: Callable[[Tensor], Tensor], output: Any) -> Any:
@@ -162,9 +143,7 @@ class Region:
                 time.read(args, kwargs)  # raises if the time is missing
                 return checked(original(*args, **kwargs))
             args, kwargs = time.mark(args, kwargs)
-            if not nested:
-                return checked(original(*args, **kwargs))
-            return map_values(contiguous_cotangent, checked(region(*args, **kwargs)))
+            return checked(region(*args, **kwargs) if nested else original(*args, **kwargs))
 
         self.forward = forward
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from jagg_fx._compat import invoke_subgraph, sets_grad_mode
-from jagg_fx.denoiser import TIME, contiguous_cotangent
+from jagg_fx.denoiser import TIME
 from jagg_fx.errors import DenoiserNotFoundError, SeveralDenoisersError, TimeArgumentError
+from jagg_fx.layouts import example
 
 NO_ARGUMENTS = ""  # the names of the denoiser's arguments are not in the graph
 
@@ -72,7 +73,7 @@ def _denoiser_key(gm: fx.GraphModule, denoiser: nn.Module | None) -> str | None:
     outermost = {
         next(iter(_stack(parameter))).partition("@")[0]
         for parameter in gm.graph.find_nodes(op="placeholder")
-        if _stack(parameter) and _example(parameter).requires_grad
+        if _stack(parameter) and example(parameter).requires_grad
     }
     if len(outermost) > 1:
         raise SeveralDenoisersError.in_graph([f"{called[key][0]}: {called[key][1].__name__}" for key in outermost])
@@ -116,7 +117,7 @@ def _time_position(inputs: Sequence[Sequence[fx.Node]]) -> int:
     found = [position for position, node in enumerate(inputs[0]) if node.target is TIME] or [
         position
         for position, column in enumerate(zip(*inputs, strict=False))
-        if (len(inputs) == 1 or len(set(column)) > 1) and _holds_times(_example(column[0]))
+        if (len(inputs) == 1 or len(set(column)) > 1) and _holds_times(example(column[0]))
     ]
     if len(found) != 1:
         raise TimeArgumentError.not_in_graph(len(found))
@@ -140,27 +141,22 @@ def _replace(gm: fx.GraphModule, call: _Call, time_position: int, bodies: dict[s
     if time.target is not TIME:
         with graph.inserting_before(region):
             marked = graph.call_function(TIME, (time, NO_ARGUMENTS))
-        marked.meta["example_value"] = _example(time)
+        marked.meta["example_value"] = example(time)
     with graph.inserting_after(region):
         operands = [marked if node is time else node for node in call.inputs]
         result = graph.call_function(invoke_subgraph, (region, bodies[key], *operands))
-        result.meta["example_value"] = tuple(_example(output) for output in outputs)
+        result.meta["example_value"] = tuple(example(output) for output in outputs)
 
-    inside, after = set(call.nodes), result
+    inside = set(call.nodes)
 
     def outside(user: fx.Node) -> bool:
         return user not in inside
 
-    for index, output in enumerate(outputs):
-        with graph.inserting_after(after):
+    for index, output in reversed(list(enumerate(outputs))):
+        with graph.inserting_after(result):
             value = graph.call_function(operator.getitem, (result, index))
-        value.meta["example_value"] = _example(output)
-        after = value
-        if isinstance(_example(output), Tensor) and _example(output).is_floating_point():
-            with graph.inserting_after(value):
-                after = graph.call_function(contiguous_cotangent, (value,))
-            after.meta["example_value"] = _example(output)
-        output.replace_all_uses_with(after, delete_user_cb=outside)
+        value.meta["example_value"] = example(output)
+        output.replace_all_uses_with(value, delete_user_cb=outside)
     for node in reversed(call.nodes):
         graph.erase_node(node)
 
@@ -185,10 +181,6 @@ def _fingerprint(body: fx.GraphModule, inputs: Sequence[fx.Node]) -> str:
         for node in body.graph.nodes
     ]
     kinds = [
-        (str(e.dtype), tuple(e.shape), e.requires_grad) if isinstance(e, Tensor) else e for e in map(_example, inputs)
+        (str(e.dtype), tuple(e.shape), e.requires_grad) if isinstance(e, Tensor) else e for e in map(example, inputs)
     ]
     return "\n".join([*lines, repr(kinds)])
-
-
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")

@@ -20,6 +20,7 @@ from jagg_fx.config import Config, Weights
 from jagg_fx.denoiser import TimeArgument, describe_function, map_values, replaced_forward
 from jagg_fx.errors import ChainedStatesError, DropoutError, NoStepsError
 from jagg_fx.plan import Plan, Segment
+from jagg_fx.report import Rewrite
 
 
 @dataclass
@@ -40,8 +41,8 @@ def run(
     config: Config,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Any, Plan | None]:
-    """Call `fn(*args, **kwargs)` with interpolated VJPs. Returns its outputs and the plan (None under no_grad).
+) -> tuple[Any, Rewrite | None]:
+    """Call `fn(*args, **kwargs)` with interpolated VJPs. Returns its outputs and a record (None under no_grad).
 
     Raises:
         NoStepsError: no call of the denoiser reaches the outputs with a gradient.
@@ -52,7 +53,7 @@ def run(
         return fn(*args, **kwargs), None
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        calls, outputs = _record(fn, denoiser, time, args, kwargs)
+        calls, without_gradient, outputs = _record(fn, denoiser, time, args, kwargs)
     needed = _leaves_below(outputs)
     steps = [call for call in calls if any(id(leaf) in needed for leaf in call.leaves)]
     if not steps:
@@ -68,19 +69,31 @@ def run(
         call = next(order)
         return surrogates.get(id(call), call.output)
 
+    parameters = [p for p in denoiser.parameters() if p.requires_grad]
+    record = Rewrite(
+        plan=plan,
+        arguments=time.arguments(steps[0].args, steps[0].kwargs),
+        covered=len(parameters),
+        covered_elements=sum(p.numel() for p in parameters),
+        calls_without_gradient=len(calls) - len(steps) + without_gradient,
+    )
     with replaced_forward(denoiser, forward):
-        return fn(*args, **kwargs), plan
+        return fn(*args, **kwargs), record
 
 
 def _record(
     fn: Callable[..., Any], denoiser: nn.Module, time: TimeArgument, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[_Call], Any]:
+) -> tuple[list[_Call], int, Any]:
+    """The calls under grad mode, the number of those under no_grad, and the function's outputs."""
     calls: list[_Call] = []
+    without_gradient = 0
     known: set[int] = set()
     original = denoiser.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal without_gradient
         if not torch.is_grad_enabled():
+            without_gradient += 1
             return original(*args, **kwargs)
         if known & _leaves_below((args, kwargs)):
             raise ChainedStatesError(len(calls), "argument", chained=True)
@@ -102,7 +115,8 @@ def _record(
         return output
 
     with replaced_forward(denoiser, forward):
-        return calls, fn(*args, **kwargs)
+        outputs = fn(*args, **kwargs)
+    return calls, without_gradient, outputs
 
 
 def _surrogates(denoiser: nn.Module, steps: list[_Call], plan: Plan, rule: Weights) -> dict[int, Any]:

@@ -44,7 +44,8 @@ def transform(
     each other with gradients: replays of stored latents, as in Flow-GRPO, DanceGRPO, MixGRPO and DDPO.
 
     Args:
-        fn: the function, e.g. `replay(latents, sigmas, labels) -> log_probs`. It calls the denoiser once per step.
+        fn: the function, e.g. `replay(latents, sigmas, labels) -> log_probs`. It calls the denoiser once per step. Of an
+            already transformed function, the original is taken.
         W: consecutive steps per group; each group keeps the VJPs of its first and last step. At least 2, which keeps
             every step exact. The last group may be shorter.
         weights: "time" interpolates by the steps' times, "index" by their position.
@@ -64,6 +65,8 @@ def transform(
         OptionError, PlanError: an argument that cannot be used. Everything that depends on the function itself is
             raised by the first call; see `jagg_fx.errors`.
     """
+    if isinstance(fn, Transformed):
+        fn = fn.original
     if not callable(fn):
         raise OptionError(f"jagg_fx.transform({fn!r}): the first argument is the function that loops over the steps.")
     config = Config.create(W=W, knots=knots, weights=weights, lowering=lowering, options=options)
@@ -112,9 +115,9 @@ class Transformed(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         region = self._current_region(args, kwargs)
         if self._config.lowering is Lowering.REFERENCE:
-            outputs, plan = reference.run(self.original, region.denoiser, region.time, self._config, args, kwargs)
-            if plan is not None:
-                self._rewrites.append(_reference_record(region.denoiser, plan))
+            outputs, record = reference.run(self.original, region.denoiser, region.time, self._config, args, kwargs)
+            if record is not None:
+                self._rewrites = [record]
             return outputs  # type: ignore[no-any-return]
         self._runs = 0
         try:
@@ -189,14 +192,3 @@ class Transformed(Generic[P, R]):
     def _no_steps(self, reason: str) -> NoStepsError:
         denoiser = self._region.denoiser if self._region else self._given_denoiser
         return NoStepsError(describe_function(self.original), type(denoiser).__name__, reason)
-
-
-def _reference_record(denoiser: nn.Module, plan: Any) -> Rewrite:
-    parameters = [p for p in denoiser.parameters() if p.requires_grad]
-    return Rewrite(
-        plan=plan,
-        arguments=(),
-        covered=len(parameters),
-        covered_elements=sum(p.numel() for p in parameters),
-        calls_without_gradient=0,
-    )

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from jagg_fx._compat import invoke_subgraph
 from jagg_fx.errors import ChainedStatesError, DropoutError, StepMismatchError
 from jagg_fx.passes.emit import value
 from jagg_fx.passes.find_steps import Step
@@ -20,9 +19,10 @@ def check_eligibility(gm: fx.GraphModule, steps: Sequence[Step]) -> None:
         DropoutError: the denoiser draws random numbers.
         ChainedStatesError: a gradient flows into an operand that belongs to one step alone.
     """
+    calls = {step.forward for step in steps}
     for step in steps:
         for position in step.gradients:
-            if _depends_on_step(step.operands[position]):
+            if _depends_on(step.operands[position], calls):
                 raise ChainedStatesError(step.index, _describe(step.operands[position]), chained=True)
     first = steps[0]
     for step in steps[1:]:
@@ -83,12 +83,12 @@ def _draws_random_numbers(node: fx.Node, target: torch._ops.OpOverload) -> bool:
     return True
 
 
-def _depends_on_step(operand: fx.Node) -> bool:
-    """Whether an operand is computed from the value of a denoiser's call."""
+def _depends_on(operand: fx.Node, calls: set[fx.Node]) -> bool:
+    """Whether an operand is computed from what one of the calls returns."""
     pending, seen = [operand], {operand}
     while pending:
         node = pending.pop()
-        if node.target is invoke_subgraph:
+        if node in calls:
             return True
         new = set(node.all_input_nodes) - seen
         seen |= new

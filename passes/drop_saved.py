@@ -1,6 +1,8 @@
-"""Intermediate steps save nothing: their forward call becomes a value-only copy of the region.
+"""Let forward calls return only what is read: intermediate steps save nothing, and knots do not hand back their inputs.
 
-Exact: the copy holds the operators that compute the value, unchanged, and drops only what the backward would have read.
+Exact: a pruned copy of the region holds the operators of what it still returns, unchanged. AOTAutograd lets a region
+return every parameter that its backward reads; the backward can read the parameter itself, and the compiler has half as
+many values to carry from one call to the other.
 """
 
 from collections.abc import Sequence
@@ -9,38 +11,58 @@ from typing import Any
 from torch import fx
 
 from jagg_fx.passes.emit import value
-from jagg_fx.passes.find_steps import Step, output_index
+from jagg_fx.passes.find_steps import Step, output_index, region_name
 from jagg_fx.plan import Plan
+
+PASS = "drop_saved"
 
 
 def drop_saved(gm: fx.GraphModule, steps: Sequence[Step], plan: Plan) -> None:
     """Run after `interpolate_vjps`, when nothing reads what intermediate steps saved."""
-    for i in plan.intermediate:
-        step = steps[i]
+    pruned: dict[tuple[str, tuple[int, ...]], str] = {}
+    intermediate = set(plan.intermediate)
+    for step in steps:
+        _read_inputs_directly(gm, step)
         for output in [output for output in step.forward.users if not output.users]:
             gm.graph.erase_node(output)
-        kept = sorted({output_index(output) for output in step.forward.users})
-        name = f"{step.region}_value_only_{'_'.join(map(str, kept))}"
-        if not hasattr(gm, name):
-            gm.add_submodule(name, _value_only(getattr(gm, step.region), kept))
-        with gm.graph.inserting_before(step.forward):
-            body = gm.graph.get_attr(name)
-            call = gm.graph.create_node(
-                "call_function", step.forward.target, (body, name, *step.operands), name=f"step_{i}_value_only"
-            )
-        call.meta = dict(step.forward.meta)
-        call.meta["val"] = tuple(value(step.forward)[k] for k in kept)
-        call.meta["custom"] = {"jagg_fx": {"pass": "drop_saved", "step": i}}
-        for output in list(step.forward.users):
-            output.args = (call, kept.index(output_index(output)))
-        gm.graph.erase_node(step.forward)
+        kept = tuple(sorted({output_index(output) for output in step.forward.users}))
+        if (step.region, kept) not in pruned:
+            kind = "value_only" if step.index in intermediate else "returns_less"
+            pruned[step.region, kept] = name = f"{step.region}_{kind}_{len(pruned)}"
+            gm.add_submodule(name, _returning(getattr(gm, step.region), kept))
+        _call(gm, step, pruned[step.region, kept], kept, "value_only" if step.index in intermediate else "forward")
 
 
-def _value_only(saving: fx.GraphModule, kept: Sequence[int]) -> fx.GraphModule:
+def _read_inputs_directly(gm: fx.GraphModule, step: Step) -> None:
+    body = getattr(gm, region_name(step.forward)).graph
+    inputs = body.find_nodes(op="placeholder")
+    returned: Any = body.output_node().args[0]
+    for output in list(step.forward.users):
+        source = returned[output_index(output)]
+        if source in inputs:
+            output.replace_all_uses_with(step.operands[inputs.index(source)])
+
+
+def _call(gm: fx.GraphModule, step: Step, name: str, kept: Sequence[int], label: str) -> None:
+    """Call another body in place of the step's own, which returns the outputs `kept`."""
+    with gm.graph.inserting_before(step.forward):
+        body = gm.graph.get_attr(name)
+        call = gm.graph.create_node(
+            "call_function", step.forward.target, (body, name, *step.operands), name=f"step_{step.index}_{label}"
+        )
+    call.meta = dict(step.forward.meta)
+    call.meta["val"] = tuple(value(step.forward)[k] for k in kept)
+    call.meta["custom"] = {"jagg_fx": {"pass": PASS, "step": step.index}}
+    for output in list(step.forward.users):
+        output.args = (call, kept.index(output_index(output)))
+    gm.graph.erase_node(step.forward)
+
+
+def _returning(region: fx.GraphModule, kept: Sequence[int]) -> fx.GraphModule:
     """The region with only some of its outputs, and without the operators that computed the others."""
     graph = fx.Graph()
-    outputs: Any = graph.graph_copy(saving.graph, {})
+    outputs: Any = graph.graph_copy(region.graph, {})
     graph.output(tuple(outputs[k] for k in kept))
     graph.eliminate_dead_code()
     graph.lint()
-    return fx.GraphModule(saving, graph)
+    return fx.GraphModule(region, graph)

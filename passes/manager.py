@@ -13,6 +13,7 @@ import jagg_fx
 from jagg_fx._compat import CustomGraphPass
 from jagg_fx.config import Config
 from jagg_fx.denoiser import TIME
+from jagg_fx.errors import NoStepsError
 from jagg_fx.inspect import step_lines
 from jagg_fx.passes.check_eligibility import check_eligibility
 from jagg_fx.passes.clean_up import clean_up
@@ -55,15 +56,18 @@ def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
     if not gm.graph.find_nodes(op="call_function", target=TIME):
         return None
     calls, steps = len(marked_calls(gm.graph)), find_steps(gm.graph)
-    if not steps:  # compiled for no_grad
-        clean_up(gm)
+    if not steps:
+        if any(node.name.startswith("tangents") for node in gm.graph.find_nodes(op="placeholder")):
+            raise NoStepsError("fn", "the denoiser", f"no output depends on any of its {calls} calls with a gradient")
+        clean_up(gm)  # a graph without a backward, compiled for no_grad
         return None
     check_eligibility(gm, steps)
     _log_steps("before", gm, steps)
     plan = config.plan(len(steps))
     record = _record(steps, plan, calls)
-    interpolate_vjps(gm.graph, steps, plan, config.weights)
-    drop_saved(gm, steps, plan)
+    if plan.segments:
+        interpolate_vjps(gm.graph, steps, plan, config.weights)
+        drop_saved(gm, steps, plan)
     clean_up(gm)
     _log_steps("after", gm, steps)
     log.info("%d steps, backward passes through the denoiser %d -> %d", plan.num_steps, plan.num_steps, len(plan.knots))

@@ -96,6 +96,11 @@ def never_calls_it(model: nn.Module, z: Tensor, t: Tensor) -> Tensor:
     return z.sum() + next(model.parameters()).sum()
 
 
+def detached(model: nn.Module, z: Tensor, t: Tensor) -> Tensor:
+    weight: Tensor = next(model.parameters())
+    return plain(model, z, t).detach() + weight.sum()
+
+
 def without_a_tensor(model: nn.Module, z: Tensor, t: Tensor) -> int:
     return len(list(model.children()))
 
@@ -133,6 +138,7 @@ REFUSALS: list[tuple[Body, Callable[[], nn.Module], type[errors.JaggError], str]
     (calls_backward, MLP, errors.BackwardInsideError, r"Where: .*loss\.backward\(\).*jagg_fx\.wrap"),
     (calls_autograd_grad, MLP, errors.BackwardInsideError, r"Where: .*torch\.autograd\.grad.*jagg_fx\.wrap"),
     (never_calls_it, MLP, errors.NoStepsError, r"holds no call of it.*Call MLP inside replay"),
+    (detached, MLP, errors.NoStepsError, r"no output depends on any of its 9 calls with a gradient"),
     (without_a_tensor, MLP, errors.NoStepsError, r"never called"),
     (without_time, MLP, errors.TimeArgumentError, r"without its time argument 't'.*time="),
     (time_per_element, PerElement, errors.TimeArgumentError, r"shape \[3, 8\].*one number per sample"),
@@ -164,6 +170,7 @@ def test_refused(body: Body, make: Callable[[], nn.Module], kind: type[errors.Ja
         (chained, MLP, errors.ChainedStatesError),
         (plain, Dropping, errors.DropoutError),
         (never_calls_it, MLP, errors.NoStepsError),
+        (detached, MLP, errors.NoStepsError),
         (without_time, MLP, errors.TimeArgumentError),
         (time_per_element, PerElement, errors.TimeArgumentError),
     ],

@@ -1,6 +1,8 @@
 """The `demo` command."""
 
 import argparse
+import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -42,26 +44,32 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 def main(arguments: argparse.Namespace) -> int:
     """Run the demo. Ctrl-C stops training and still prints and saves what was done."""
     settings, began = settings_of(arguments), time.perf_counter()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # an empty cache, so that every variant's compile time is its own
+        return run(settings, arguments.out, began)
+
+
+def run(settings: Settings, out: Path, began: float) -> int:
     print("Task: digits that keep their class with the mean ink drawn to zero; 3 variants of one GRPO run.")
-    run = Run(settings)
+    demo = Run(settings)
     interrupted = False
     try:
-        with tqdm(run.variants, desc="compiling", unit="variant") as compiling:
+        with tqdm(demo.variants, desc="compiling", unit="variant") as compiling:
             for variant in compiling:
                 compiling.set_postfix_str(variant.name)
-                run.compile(variant)
-        with tqdm(total=settings.updates * len(run.variants), desc="training", unit="update") as bar:
-            run.train(bar)
-        run.finish()
+                demo.compile(variant)
+        with tqdm(total=settings.updates * len(demo.variants), desc="training", unit="update") as bar:
+            demo.train(bar)
+        demo.finish()
         if settings.more_seeds:
             with tqdm(total=settings.updates * settings.more_seeds, desc="exact, more seeds", unit="update") as bar:
-                run.train_more_seeds(bar)
+                demo.train_more_seeds(bar)
     except KeyboardInterrupt:
         interrupted = True
         print("\nStopped; this is what was done so far.")
-    print(f"\n{output.table(run)}\n")
-    compiled = sum(v.compile_seconds for v in run.variants if v.compile_seconds == v.compile_seconds)
+    print(f"\n{output.table(demo)}\n")
+    compiled = sum(v.compile_seconds for v in demo.variants if v.compile_seconds == v.compile_seconds)
     print(f"compile time {compiled:.0f} s of {time.perf_counter() - began:.0f} s in all")
-    for file in output.save(run, arguments.out):
+    for file in output.save(demo, out):
         print(f"wrote {file}")
     return 130 if interrupted else 0

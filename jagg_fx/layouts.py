@@ -1,0 +1,71 @@
+"""Give the operands and cotangents of all calls of the denoiser one memory layout, in a graph from Dynamo.
+
+Torch traces a region's backward once per layout of its cotangent (strides, and offset into its storage), and runs its body
+symbolically once per layout of its operands, several times over. States are slices `latents[i]` of one tensor and
+cotangents slices of one gradient, each at an offset of its own: without this, every step would get a backward of its own,
+and about a second of compile time. The price is a copy of a state and of a cotangent per step. No number changes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from jagg_fx._compat import invoke_subgraph
+from jagg_fx.denoiser import TIME
+
+
+class _ContiguousCotangent(torch.autograd.Function):
+    """Identity whose cotangent is contiguous and has storage of its own, as composites have."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent.clone(memory_format=torch.contiguous_format)
+
+
+def contiguous_cotangent(value: Tensor) -> Tensor:
+    """The value itself; its cotangent arrives contiguous."""
+    same: Tensor = _ContiguousCotangent.apply(value)  # type: ignore[no-untyped-call]
+    return same
+
+
+def example(node: fx.Node) -> Any:
+    """What Dynamo knows of a node: a fake tensor, a symbolic number, or a tuple of them."""
+    return node.meta.get("example_value")
+
+
+def unify_layouts(gm: fx.GraphModule) -> None:
+    """Copy operands that have an offset, and make cotangents contiguous, around every call of the denoiser."""
+    for call in gm.graph.find_nodes(op="call_function", target=invoke_subgraph):
+        if any(operand.target is TIME for operand in call.all_input_nodes):
+            for operand in call.all_input_nodes:
+                if isinstance(example(operand), Tensor) and not _starts_at_zero(example(operand)):
+                    _copy_before(call, operand)
+            for value in list(call.users):
+                if isinstance(example(value), Tensor) and example(value).is_floating_point():
+                    _make_cotangent_contiguous(value)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _starts_at_zero(tensor: Tensor) -> bool:
+    offset = tensor.storage_offset()
+    return isinstance(offset, int) and offset == 0
+
+
+def _copy_before(call: fx.Node, operand: fx.Node) -> None:
+    with call.graph.inserting_before(call):
+        copy = call.graph.call_function(torch.clone, (operand,))
+    copy.meta["example_value"] = example(operand).clone()
+    call.replace_input_with(operand, copy)
+
+
+def _make_cotangent_contiguous(value: fx.Node) -> None:
+    with value.graph.inserting_after(value):
+        same = value.graph.call_function(contiguous_cotangent, (value,))
+    same.meta["example_value"] = example(value)
+    value.replace_all_uses_with(same, delete_user_cb=lambda user: user is not same)
