@@ -109,6 +109,13 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return table
 
 
+def copy_source(placeholder: fx.Node, to: fx.Node, index: int | None = None) -> None:
+    """Tell AOTAutograd that an input is another one of Dynamo's, or an item of it."""
+    source: Any = getattr(placeholder, "_dynamo_source", None)
+    if source is not None:
+        to._dynamo_source = source if index is None else _probe("torch._dynamo.source", "GetItemSource")(source, index)
+
+
 def sets_grad_mode(node: fx.Node) -> bool:
     """Whether a node of a Dynamo graph enters or leaves no_grad."""
     return node.op == "call_function" and node.target is _probe("torch._C", "_set_grad_enabled")

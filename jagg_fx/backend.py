@@ -14,17 +14,25 @@ from jagg_fx.layouts import unify_layouts
 from jagg_fx.outline import outline
 from jagg_fx.passes.manager import JaggPass
 from jagg_fx.report import Report, Rewrite
+from jagg_fx.unstack import unstack_inputs
 
 log = logging.getLogger(__name__)
 
 
 def lower(gm: fx.GraphModule, inputs: Any, config: Config, on_rewrite: Callable[[Rewrite], None]) -> Any:
     """Compile a captured graph with the passes on its joint graph."""
+    gm, inputs, unstack = unstack_inputs(gm, inputs)
     unify_layouts(gm)
     pass_ = JaggPass(config, on_rewrite)
     if config.lowering is Lowering.INDUCTOR:
-        return compile_with_inductor(gm, inputs, pass_, dict(config.options))
-    return compile_with_interpreter(gm, inputs, pass_)
+        compiled = compile_with_inductor(gm, inputs, pass_, dict(config.options))
+    else:
+        compiled = compile_with_interpreter(gm, inputs, pass_)
+
+    def run(*inputs: Any) -> Any:
+        return compiled(*unstack(inputs))
+
+    return run
 
 
 def jagg(gm: fx.GraphModule, inputs: Any, *, options: Mapping[str, Any] | None = None) -> Any:

@@ -141,7 +141,7 @@ def _replace(gm: fx.GraphModule, call: _Call, time_position: int, bodies: dict[s
     if time.target is not TIME:
         with graph.inserting_before(region):
             marked = graph.call_function(TIME, (time, NO_ARGUMENTS))
-        marked.meta["example_value"] = example(time)
+        marked.meta["example_value"] = example(time).clone()
     with graph.inserting_after(region):
         operands = [marked if node is time else node for node in call.inputs]
         result = graph.call_function(invoke_subgraph, (region, bodies[key], *operands))
