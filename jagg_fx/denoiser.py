@@ -101,15 +101,6 @@ def find_time(denoiser: nn.Module, time: str | None) -> TimeArgument:
     raise TimeArgumentError.not_found(type(denoiser).__name__, parameters, TIME_NAMES if time is None else (time,))
 
 
-def map_values(fn: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """Apply `fn` to the floating-point tensors of a denoiser's output: a tensor, or a tuple or list of them."""
-    if isinstance(output, Tensor):
-        return fn(output) if output.is_floating_point() else output
-    if isinstance(output, (tuple, list)):
-        return type(output)([map_values(fn, value) for value in output])
-    return output
-
-
 class Region:
     """One denoiser as a compile region: `forward` stands in for the denoiser's own while a transformed call runs.
 

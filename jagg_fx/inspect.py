@@ -18,11 +18,14 @@ def step_lines(graph: fx.Graph, steps: Sequence[Step]) -> list[str]:
         if node in backwards:
             step = backwards[node]
             lines.append(f"backward {step.index:2}  takes {', '.join(map(_cotangent, step.cotangents))}")
-        elif node in forwards:
-            saved = len(node.meta["val"]) - len(forwards[node].cotangent_positions)
-            lines.append(f"forward  {forwards[node].index:2}  returns the value, saves {saved} tensors")
-        elif (origin := _origin(node)).get("pass") == "drop_saved":
-            lines.append(f"forward  {origin['step']:2}  returns the value, saves nothing")
+            continue
+        origin = _origin(node)
+        forward = steps[origin["step"]] if origin.get("pass") == "drop_saved" else forwards.get(node)
+        if forward is not None:
+            saved = len(node.meta["val"]) - len(forward.cotangent_positions)
+            lines.append(
+                f"forward  {forward.index:2}  returns the value, saves {f'{saved} tensors' if saved else 'nothing'}"
+            )
     return lines
 
 

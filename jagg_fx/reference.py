@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from jagg_fx import interpolation
 from jagg_fx.config import Config, Weights
-from jagg_fx.denoiser import TimeArgument, describe_function, map_values, replaced_forward
+from jagg_fx.denoiser import TimeArgument, describe_function, replaced_forward
 from jagg_fx.errors import ChainedStatesError, DropoutError, NoStepsError
 from jagg_fx.plan import Plan, Segment
 from jagg_fx.report import Rewrite
@@ -110,7 +110,7 @@ def _record(
             output = original(*args, **kwargs)
         if not torch.equal(state, torch.get_rng_state()):
             raise DropoutError(["torch's random state moved"])
-        output = map_values(leaf, output)
+        output = _map_values(leaf, output)
         calls.append(_Call(args, kwargs, step_time, leaves, output))
         return output
 
@@ -136,19 +136,28 @@ def _surrogates(denoiser: nn.Module, steps: list[_Call], plan: Plan, rule: Weigh
                 twin: Tensor = value.detach() + (1 - w) * (v_a - v_a.detach()) + w * (v_b - v_b.detach())
                 return twin
 
-            outputs[id(steps[i])] = map_values(surrogate, steps[i].output)
+            outputs[id(steps[i])] = _map_values(surrogate, steps[i].output)
     return outputs
 
 
+def _map_values(fn: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Apply `fn` to the floating-point tensors of a denoiser's output: a tensor, or a tuple or list of them."""
+    if isinstance(output, Tensor):
+        return fn(output) if output.is_floating_point() else output
+    if isinstance(output, (tuple, list)):
+        return type(output)([_map_values(fn, value) for value in output])
+    return output
+
+
 def _values(output: Any) -> list[Tensor]:
-    """The floating-point tensors of a denoiser's output, in the order of `map_values`."""
+    """The floating-point tensors of a denoiser's output, in the order of `_map_values`."""
     values: list[Tensor] = []
 
     def collect(value: Tensor) -> Tensor:
         values.append(value)
         return value
 
-    map_values(collect, output)
+    _map_values(collect, output)
     return values
 
 
