@@ -172,6 +172,8 @@ def dynamo_errors(function: str, dynamic: bool) -> Iterator[None]:
             raise NotARegionError.mutation() from error
         raise
     except (exc.InternalTorchDynamoError, AssertionError) as error:
+        if isinstance(error, AssertionError) and "from user code" not in str(error):
+            raise  # the user's own, from code that runs outside the graph
         raise DynamoFailedError(function, torch.__version__, str(error).strip().splitlines()[0], dynamic) from error
     except (exc.Unsupported, exc.UserError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")

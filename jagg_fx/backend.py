@@ -52,11 +52,11 @@ def jagg(gm: fx.GraphModule, inputs: Any, *, options: Mapping[str, Any] | None =
             "torch.compile(fn, backend='jagg', options={'lowering': 'reference'}): the reference runs the function itself, "
             "which a backend never sees. Write jagg_fx.transform(fn, lowering='reference')."
         )
-    calls = outline(gm, None if denoiser is None else check_denoiser(denoiser))
+    calls, name = outline(gm, None if denoiser is None else check_denoiser(denoiser))
     if not calls:
         log.warning("no call of a trainable module in this graph: it is compiled as it is, nothing is rewritten")
 
     def report(rewrite: Rewrite) -> None:
-        log.info("%s", Report("fn", None, config, rewrite, 1))
+        log.info("%s", Report("fn", name, config, rewrite, 1))
 
     return lower(gm, inputs, config, report)

@@ -98,7 +98,7 @@ def find_time(denoiser: nn.Module, time: str | None) -> TimeArgument:
     for name in (time,) if time is not None else TIME_NAMES:
         if name in parameters or (time is not None and open_ended):
             return TimeArgument(type(denoiser).__name__, name, positional)
-    raise TimeArgumentError.not_found(type(denoiser).__name__, parameters, TIME_NAMES if time is None else (time,))
+    raise TimeArgumentError.not_found(type(denoiser).__name__, positional, TIME_NAMES if time is None else (time,))
 
 
 class Region:
@@ -133,8 +133,12 @@ class Region:
                 self.eager_calls += torch.is_grad_enabled()
                 time.read(args, kwargs)  # raises if the time is missing
                 return checked(original(*args, **kwargs))
-            args, kwargs = time.mark(args, kwargs)
-            return checked(region(*args, **kwargs) if nested else original(*args, **kwargs))
+            if nested:
+                args, kwargs = time.mark(args, kwargs)
+                return checked(region(*args, **kwargs))
+            if torch.is_grad_enabled():  # `outline` leaves calls under no_grad as they are
+                args, kwargs = time.mark(args, kwargs)
+            return checked(original(*args, **kwargs))
 
         self.forward = forward
 

@@ -22,7 +22,7 @@ def step_lines(graph: fx.Graph, steps: Sequence[Step]) -> list[str]:
         origin = _origin(node)
         forward = steps[origin["step"]] if origin.get("pass") == "drop_saved" else forwards.get(node)
         if forward is not None:
-            saved = len(node.meta["val"]) - len(forward.cotangent_positions)
+            saved = max(0, len(node.meta["val"]) - len(forward.cotangent_positions))
             lines.append(
                 f"forward  {forward.index:2}  returns the value, saves {f'{saved} tensors' if saved else 'nothing'}"
             )

@@ -25,15 +25,16 @@ def time_weight(t_a: Tensor, t_i: Tensor, t_b: Tensor) -> Tensor:
             in any unit and of any real dtype.
 
     Returns:
-        Weights of the same shape in float32 or better. Where both knots share one time the weight is 1/2: the step lies
-        at that same time too, and no division by zero may reach a gradient.
+        Weights of the same shape in [0, 1], in float32 or better. A step outside the knots' times (steps that are not in
+        the order of time) takes the nearer knot: nothing is extrapolated. Where both knots share one time the weight is
+        1/2, so that no division by zero reaches a gradient.
     """
     dtype = working_dtype(t_i.dtype)
     t_a, t_i, t_b = t_a.to(dtype), t_i.to(dtype), t_b.to(dtype)
     span = t_b - t_a
     degenerate = span == 0
     weight = (t_i - t_a) / torch.where(degenerate, torch.ones_like(span), span)
-    return torch.where(degenerate, torch.full_like(span, 0.5), weight)
+    return torch.where(degenerate, torch.full_like(span, 0.5), weight.clamp(0, 1))
 
 
 def index_weight(a: int, i: int, b: int) -> float:

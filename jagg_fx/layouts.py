@@ -40,14 +40,16 @@ def example(node: fx.Node) -> Any:
 
 def unify_layouts(gm: fx.GraphModule) -> None:
     """Copy operands that have an offset, and make cotangents contiguous, around every call of the denoiser."""
-    for call in gm.graph.find_nodes(op="call_function", target=invoke_subgraph):
-        if any(operand.target is TIME for operand in call.all_input_nodes):
-            for operand in call.all_input_nodes:
-                if isinstance(example(operand), Tensor) and not _starts_at_zero(example(operand)):
-                    _copy_before(call, operand)
-            for value in list(call.users):
-                if isinstance(example(value), Tensor) and example(value).is_floating_point():
-                    _make_cotangent_contiguous(value)
+    regions = gm.graph.find_nodes(op="call_function", target=invoke_subgraph)
+    calls = [call for call in regions if any(operand.target is TIME for operand in call.all_input_nodes)]
+    shared = set.intersection(*(set(call.all_input_nodes) for call in calls)) if calls else set()  # one layout already
+    for call in calls:
+        for operand in call.all_input_nodes:
+            if isinstance(example(operand), Tensor) and operand not in shared and not _starts_at_zero(example(operand)):
+                _copy_before(call, operand)
+        for value in list(call.users):
+            if isinstance(example(value), Tensor) and example(value).is_floating_point():
+                _make_cotangent_contiguous(value)
     gm.graph.lint()
     gm.recompile()
 

@@ -34,8 +34,10 @@ class _Call:
         return [node for node in self.nodes if any(user not in own for user in node.users)]
 
 
-def outline(gm: fx.GraphModule, denoiser: nn.Module | None) -> int:
-    """Turn the denoiser's calls under grad mode into regions with marked times, in place. Returns how many.
+def outline(gm: fx.GraphModule, denoiser: nn.Module | None) -> tuple[int, str]:
+    """Turn the denoiser's calls under grad mode into regions with marked times, in place.
+
+    Returns how many, and the denoiser's class.
 
     Args:
         gm: a graph from Dynamo.
@@ -49,14 +51,17 @@ def outline(gm: fx.GraphModule, denoiser: nn.Module | None) -> int:
     module = _denoiser_key(gm, denoiser)
     calls = _calls(gm, module) if module is not None else []
     if not calls:
-        return 0
+        return 0, ""
     position = _time_position([call.inputs for call in calls])
     bodies: dict[str, str] = {}
+    name = next(
+        kind.__name__ for key, (_, kind) in _stack(calls[0].nodes[0]).items() if key.partition("@")[0] == module
+    )
     for call in calls:
         _replace(gm, call, position, bodies)
     gm.graph.lint()
     gm.recompile()
-    return len(calls)
+    return len(calls), name
 
 
 def _stack(node: fx.Node) -> dict[str, tuple[str, type]]:

@@ -54,6 +54,7 @@ def run(
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         calls, without_gradient, outputs = _record(fn, denoiser, time, args, kwargs)
+    torch.clear_autocast_cache()  # it may hold weights that were cast under no_grad and would get no gradient
     needed = _leaves_below(outputs)
     steps = [call for call in calls if any(id(leaf) in needed for leaf in call.leaves)]
     if not steps:
@@ -105,18 +106,30 @@ def _record(
             known.add(id(leaves[-1]))
             return leaves[-1]
 
-        state = torch.get_rng_state()
+        state = _random_state()
         with torch.no_grad():
             output = original(*args, **kwargs)
-        if not torch.equal(state, torch.get_rng_state()):
+        if not all(map(torch.equal, state, _random_state())):
             raise DropoutError(["torch's random state moved"])
         output = _map_values(leaf, output)
-        calls.append(_Call(args, kwargs, step_time, leaves, output))
+        # Copies: the loop may reuse its buffers, and the knots run after it.
+        args = tuple(map(_snapshot, args))
+        kwargs = {name: _snapshot(value) for name, value in kwargs.items()}
+        calls.append(_Call(args, kwargs, step_time.clone(), leaves, output))
         return output
 
     with replaced_forward(denoiser, forward):
         outputs = fn(*args, **kwargs)
     return calls, without_gradient, outputs
+
+
+def _random_state() -> list[Tensor]:
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_gpus]
+
+
+def _snapshot(argument: Any) -> Any:
+    return argument.clone() if isinstance(argument, Tensor) and not argument.requires_grad else argument
 
 
 def _surrogates(denoiser: nn.Module, steps: list[_Call], plan: Plan, rule: Weights) -> dict[int, Any]:
@@ -134,7 +147,7 @@ def _surrogates(denoiser: nn.Module, steps: list[_Call], plan: Plan, rule: Weigh
                 v_a, v_b = next(slots)
                 w = _weight(steps, segment, i, rule, value)
                 twin: Tensor = value.detach() + (1 - w) * (v_a - v_a.detach()) + w * (v_b - v_b.detach())
-                return twin
+                return twin.to(value.dtype)
 
             outputs[id(steps[i])] = _map_values(surrogate, steps[i].output)
     return outputs

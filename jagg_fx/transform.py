@@ -41,7 +41,7 @@ def transform(
     **The gradients are approximations.** Values are not: every step's forward is computed as before. Steps between two
     knots lose their own VJP; their cotangents are carried to the knots, weighted by time (JAGG, arXiv 2607.17572). That
     is exact where the velocity is linear in (z, t) along the path, and it is only defined for steps that do not feed
-    each other with gradients: replays of stored latents, as in Flow-GRPO, DanceGRPO, MixGRPO and DDPO.
+    each other with gradients: replays of stored latents in the order of time, as in Flow-GRPO, MixGRPO and their kin.
 
     Args:
         fn: the function, e.g. `replay(latents, sigmas, labels) -> log_probs`. It calls the denoiser once per step. Of an
@@ -130,8 +130,7 @@ class Transformed(Generic[P, R]):
         except DynamoFailedError as error:
             if not region.nested:
                 raise
-            reason = str(error.__cause__).strip().splitlines()[0]
-            log.info("%s is traced at every step: a nested region failed (%s)", type(region.denoiser).__name__, reason)
+            log.info("%s is traced at every step: a nested region failed (%s)", type(region.denoiser).__name__, error)
             self._region = Region(region.denoiser, region.time, nested=False)
             return self(*args, **kwargs)
         self._check_capture(region)
@@ -161,9 +160,9 @@ class Transformed(Generic[P, R]):
 
     def _backend(self, gm: fx.GraphModule, inputs: Any) -> Any:
         assert self._region is not None
-        if not self._region.nested:
-            outline(gm, self._region.denoiser)
         steps = bool(gm.graph.find_nodes(op="call_function", target=TIME))
+        if steps and not self._region.nested:
+            outline(gm, self._region.denoiser)
         if not steps and self._fullgraph and torch.is_grad_enabled():
             raise self._no_steps("the captured graph holds no call of it")
         compiled = lower(gm, inputs, self._config, self._rewrites.append)
@@ -182,6 +181,10 @@ class Transformed(Generic[P, R]):
     def _check_capture(self, region: Region) -> None:
         """A function must never run untransformed, or in pieces, without saying so."""
         name = describe_function(self.original)
+        if region.eager_calls and self._fullgraph:
+            raise self._no_steps(
+                "torch.compile ran the function eagerly (a stance, TORCH_COMPILE_DISABLE, suppressed errors)"
+            )
         if region.eager_calls:
             raise SplitStepsError(name, f"{region.eager_calls} calls of the denoiser ran outside every captured graph")
         if self._runs > 1:

@@ -39,7 +39,7 @@ def unstack_inputs(
 
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    slices: dict[tuple[fx.Node, Any], fx.Node] = {}
+    slices: dict[tuple[Any, ...], fx.Node] = {}
     arguments = iter(zip(items, inputs, strict=True))
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -47,8 +47,8 @@ def unstack_inputs(
             if indices is not None:
                 slices.update({(node, index): _item_placeholder(graph, node, index, given) for index in indices})
                 continue
-        if node.op == "call_function" and (stacked := slices.get(node.args[:2])) is not None:
-            copies[node] = stacked
+        if node.target is operator.getitem and type(node.args[1]) is int and node.args in slices:
+            copies[node] = slices[node.args]
             continue
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "placeholder":

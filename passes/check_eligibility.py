@@ -104,6 +104,10 @@ def _value_numbers(graph: fx.Graph) -> dict[fx.Node, Any]:
         if node.op == "call_function" and not node.is_impure():
             expression = fx.map_arg((node.args, node.kwargs), lambda n: ("node", numbers[n]))
             key: Any = (node.target, repr(expression))
+        elif node.op == "get_attr" and isinstance(
+            constant := getattr(graph.owning_module, str(node.target)), torch.Tensor
+        ):
+            key = ("constant", constant.dtype, repr(constant.tolist()))  # a Python number that was made a tensor
         else:
             key = node
         numbers[node] = known.setdefault(key, len(known))

@@ -222,6 +222,18 @@ def stacked_values(dtype: torch.dtype) -> Problem:
     return _problem(model, fn, path(dtype))
 
 
+def batch_first(dtype: torch.dtype) -> Problem:
+    """States `[B, N + 1, D]`, as trainers store them, sliced in the loop."""
+    model = MLP().to(dtype)
+    z, t = path(dtype)
+
+    def fn(latents: Tensor, t: Tensor) -> Tensor:
+        values = [model(latents[:, i], t[None, i].expand(BATCH)) for i in range(STEPS)]
+        return torch.stack([(latents[:, i + 1] - v).square().mean(-1) for i, v in enumerate(values)], 1)
+
+    return _problem(model, fn, (z.transpose(0, 1).contiguous(), t))
+
+
 def half_square(dtype: torch.dtype) -> Problem:
     """A loss whose cotangent is the value itself."""
     model = MLP().to(dtype)
@@ -276,6 +288,7 @@ PROBLEMS: dict[str, Callable[[torch.dtype], Problem]] = {
         frozen_base,
         sum_of_values,
         stacked_values,
+        batch_first,
         half_square,
         gaussian,
         digits_dit,

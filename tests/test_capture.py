@@ -83,7 +83,7 @@ def test_outlined_calls_are_those_that_nested_regions_make(name: str) -> None:
     problem = PROBLEMS[name](torch.float32)
     gm, _ = capture(problem, nested=False)
     assert not calls(gm)
-    assert outline(gm, problem.model) == STEPS
+    assert outline(gm, problem.model) == (STEPS, type(problem.model).__name__)
     assert len(calls(gm)) == STEPS
     assert len({call.args[1] for call in calls(gm)}) == 1, "all steps share one region"
     for call in calls(gm):
@@ -101,6 +101,6 @@ def test_outlining_finds_the_denoiser_and_the_time_by_itself() -> None:
 
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         torch.compile(problem.fn, backend=backend, fullgraph=True)(*problem.args)
-    assert outline(graphs[0], None) == STEPS
+    assert outline(graphs[0], None) == (STEPS, "MLP")
     (shape,) = {tuple(example(node).shape) for node in graphs[0].graph.find_nodes(op="call_function", target=TIME)}
     assert shape == (BATCH,)

@@ -34,6 +34,12 @@ def test_weights_are_float32_or_better(dtype: torch.dtype) -> None:
     torch.testing.assert_close(weight.double(), torch.full((2,), 0.375, dtype=torch.float64), rtol=1e-2, atol=0)
 
 
+def test_a_step_outside_its_knots_takes_the_nearer_one() -> None:
+    a, b = torch.tensor(0.8), torch.tensor(0.4)
+    assert interpolation.time_weight(a, torch.tensor(0.9), b).item() == 0
+    assert interpolation.time_weight(a, torch.tensor(0.1), b).item() == 1
+
+
 def test_knots_at_one_time_share_equally_and_give_finite_gradients() -> None:
     t = torch.ones(2, requires_grad=True)
     weight = interpolation.time_weight(t, t, t)

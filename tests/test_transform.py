@@ -200,6 +200,39 @@ def test_a_model_whose_trace_dynamo_cannot_reuse_is_traced_at_every_step() -> No
     assert relative_error(got, want) < 1e-10
 
 
+def test_such_a_model_also_runs_under_no_grad_and_beside_a_reference_model() -> None:
+    model = LinearVelocity(DIM).double()
+
+    def replay(z: Tensor, t: Tensor) -> Tensor:
+        losses = []
+        for i in range(STEPS):
+            v = model(z[i], t[i].expand(BATCH))
+            with torch.no_grad():
+                reference = model(z[i], t[i].expand(BATCH))
+            losses.append(squared(z, t, i, v) + (v - 0.9 * reference).square().mean(-1))
+        return torch.stack(losses, 1)
+
+    problem = Problem(model, replay, path(torch.float64), list(model.parameters()))
+    transformed = jagg_fx.transform(replay, lowering="eager")
+    _, got = problem.run(transformed)
+    _, want = problem.run(jagg_fx.transform(replay, lowering="reference"))
+    assert relative_error(got, want) < 1e-10
+    with torch.no_grad():
+        torch.testing.assert_close(transformed(*problem.args), replay(*problem.args))
+
+
+def test_under_autocast_the_reference_keeps_every_gradient() -> None:
+    problem = per_sample_times(torch.float32)
+    gradients = []
+    for lowering in ("reference", "eager"):
+        transformed = jagg_fx.transform(problem.fn, lowering=lowering)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = transformed(*problem.args)
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(outputs.sum(), problem.parameters)]))
+    assert gradients[0].norm() > 0
+    assert relative_error(gradients[1], gradients[0]) < 3e-2  # bfloat16's own noise, the casts being placed differently
+
+
 def test_a_python_number_of_the_model_may_change_between_calls() -> None:
     class Scaled(MLP):
         scale = 1.0
