@@ -11,8 +11,8 @@ from tqdm import tqdm
 from jagg_fx.demo import output
 from jagg_fx.demo.train import Run, Settings
 
-FULL = {"updates": 60, "more_seeds": 2}
-QUICK = {"updates": 4, "more_seeds": 0}
+FULL = {"updates": 60, "more_seeds": 2, "groups": 8}
+QUICK = {"updates": 3, "more_seeds": 0, "groups": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     defaults = QUICK if arguments.quick else FULL
-    given = {name: getattr(arguments, name) for name in defaults if getattr(arguments, name) is not None}
+    given = {name: value for name in defaults if (value := getattr(arguments, name, None)) is not None}
     settings = Settings(steps=arguments.steps, seed=arguments.seed, quick=arguments.quick, **{**defaults, **given})
     if settings.updates < 1 or settings.more_seeds < 0 or settings.steps < 4:
         raise SystemExit("jagg-fx demo: --updates is at least 1, --more-seeds at least 0 and --steps at least 4.")

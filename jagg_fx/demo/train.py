@@ -41,7 +41,7 @@ class Settings:
     seed: int
     more_seeds: int
     quick: bool
-    groups: int = 8
+    groups: int
     group_size: int = 12
 
     @property
