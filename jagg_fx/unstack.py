@@ -29,7 +29,8 @@ def unstack_inputs(
     Returns:
         The new graph, its example inputs, and the function that makes its inputs of the old ones at every call.
     """
-    items = [None if _mutates(gm) else _items(node) for node in gm.graph.find_nodes(op="placeholder")]
+    whole = _mutates(gm)
+    items = [None if whole else _items(node) for node in gm.graph.find_nodes(op="placeholder")]
 
     def unstack(values: Inputs) -> list[Any]:
         unstacked: list[Any] = []

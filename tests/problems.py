@@ -176,9 +176,8 @@ def learned_condition(dtype: torch.dtype) -> Problem:
     return _problem(model, fn, path(dtype), (embedding,))
 
 
-def reference_model(dtype: torch.dtype) -> Problem:
+def beside_a_reference(model: nn.Module) -> Callable[..., Tensor]:
     """The KL term of GRPO: the same module again under no_grad, between two trained calls."""
-    model = MLP().to(dtype)
 
     def fn(z: Tensor, t: Tensor) -> Tensor:
         losses = []
@@ -189,7 +188,12 @@ def reference_model(dtype: torch.dtype) -> Problem:
             losses.append(squared(z, t, i, v) + (v - 0.9 * reference).square().mean(-1))
         return torch.stack(losses, 1)
 
-    return _problem(model, fn, path(dtype))
+    return fn
+
+
+def reference_model(dtype: torch.dtype) -> Problem:
+    model = MLP().to(dtype)
+    return _problem(model, beside_a_reference(model), path(dtype))
 
 
 def frozen_base(dtype: torch.dtype) -> Problem:

@@ -13,7 +13,19 @@ from torch import Tensor, nn
 import jagg_fx
 from jagg_fx.errors import DynamoFailedError, NotARegionError
 from jagg_fx.models.linear_gaussian import LinearVelocity
-from tests.problems import BATCH, DIM, MLP, PROBLEMS, STEPS, Problem, path, per_sample_times, relative_error, squared
+from tests.problems import (
+    BATCH,
+    DIM,
+    MLP,
+    PROBLEMS,
+    STEPS,
+    Problem,
+    beside_a_reference,
+    path,
+    per_sample_times,
+    relative_error,
+    squared,
+)
 
 CASES: dict[torch.dtype, tuple[float, list[dict[str, Any]]]] = {
     torch.float64: (1e-10, [{"W": 4}, {"knots": (0, 2, 7, 8)}, {"W": 3, "weights": "index"}]),
@@ -202,16 +214,7 @@ def test_a_model_whose_trace_dynamo_cannot_reuse_is_traced_at_every_step() -> No
 
 def test_such_a_model_also_runs_under_no_grad_and_beside_a_reference_model() -> None:
     model = LinearVelocity(DIM).double()
-
-    def replay(z: Tensor, t: Tensor) -> Tensor:
-        losses = []
-        for i in range(STEPS):
-            v = model(z[i], t[i].expand(BATCH))
-            with torch.no_grad():
-                reference = model(z[i], t[i].expand(BATCH))
-            losses.append(squared(z, t, i, v) + (v - 0.9 * reference).square().mean(-1))
-        return torch.stack(losses, 1)
-
+    replay = beside_a_reference(model)
     problem = Problem(model, replay, path(torch.float64), list(model.parameters()))
     transformed = jagg_fx.transform(replay, lowering="eager")
     _, got = problem.run(transformed)

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,9 +31,6 @@ class Clock:
         yield
         synchronize()
         self.seconds.setdefault(name, []).append(time.perf_counter() - began)
-
-    def median(self, name: str) -> float:
-        return statistics.median(self.seconds[name]) if self.seconds.get(name) else float("nan")
 
 
 def flat_gradient(parameters: Sequence[nn.Parameter]) -> Tensor:
