@@ -36,6 +36,9 @@ def _probe(module: str, name: str) -> Any:
 # The higher-order operator that one step's forward or backward is in Dynamo's and AOTAutograd's graphs.
 invoke_subgraph = _probe("torch._higher_order_ops", "invoke_subgraph")
 
+# `torch.cond` as AOTAutograd's graphs hold it.
+cond = torch.ops.higher_order.cond
+
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 else:
@@ -114,6 +117,12 @@ def copy_source(placeholder: fx.Node, to: fx.Node, index: int | None = None) -> 
     source: Any = getattr(placeholder, "_dynamo_source", None)
     if source is not None:
         to._dynamo_source = source if index is None else _probe("torch._dynamo.source", "GetItemSource")(source, index)
+
+
+def without_source(placeholder: fx.Node) -> None:
+    """Tell AOTAutograd that an input comes from nowhere in the user's code."""
+    node: Any = placeholder
+    node._dynamo_source = None
 
 
 def sets_grad_mode(node: fx.Node) -> bool:

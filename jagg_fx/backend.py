@@ -1,45 +1,72 @@
 """How a graph that Dynamo captured is rewritten and lowered; also the `torch_dynamo_backends` entry point "jagg"."""
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from jagg_fx._compat import compile_with_inductor, compile_with_interpreter
 from jagg_fx.config import Config, Lowering
 from jagg_fx.denoiser import check_denoiser
 from jagg_fx.errors import OptionError
-from jagg_fx.layouts import unify_layouts
+from jagg_fx.layouts import denoiser_calls, unify_layouts
 from jagg_fx.outline import outline
 from jagg_fx.passes.manager import JaggPass
+from jagg_fx.plan import Plan
 from jagg_fx.report import Report, Rewrite
+from jagg_fx.statistics import make_probe, on_backward
 from jagg_fx.unstack import unstack_inputs
 
 log = logging.getLogger(__name__)
 
 
-def lower(gm: fx.GraphModule, inputs: Any, config: Config, on_rewrite: Callable[[Rewrite], None]) -> Any:
-    """Compile a captured graph with the passes on its joint graph."""
+def lower(
+    gm: fx.GraphModule,
+    inputs: Any,
+    config: Config,
+    on_rewrite: Callable[[Rewrite], None],
+    on_statistics: Callable[[Plan, Tensor], None],
+) -> Any:
+    """Compile a captured graph with the passes on its joint graph.
+
+    Args:
+        gm, inputs: as a Dynamo backend gets them.
+        config: what the user asked for.
+        on_rewrite: receives the record of every joint graph that was rewritten.
+        on_statistics: receives the plan and the packed statistics of every backward with intermediate steps.
+    """
+    if not denoiser_calls(gm):
+        return _compile(gm, inputs, JaggPass(config, on_rewrite), config)
     gm, inputs, unstack = unstack_inputs(gm, inputs)
-    unify_layouts(gm)
-    pass_ = JaggPass(config, on_rewrite)
-    if config.lowering is Lowering.INDUCTOR:
-        compiled = compile_with_inductor(gm, inputs, pass_, dict(config.options))
-    else:
-        compiled = compile_with_interpreter(gm, inputs, pass_)
+    example_probe = unify_layouts(gm)
+    rewrites: list[Rewrite] = []
+    compiled = _compile(gm, [*inputs, example_probe], JaggPass(config, rewrites.append), config)
+    for rewrite in rewrites:
+        on_rewrite(rewrite)
 
     def run(*inputs: Any) -> Any:
-        return compiled(*unstack(inputs))
+        probe = make_probe(example_probe.numel(), example_probe.device)
+        outputs = compiled(*unstack(inputs), probe)
+        if rewrites and rewrites[0].plan.segments:
+            on_backward(outputs, probe, functools.partial(on_statistics, rewrites[0].plan))
+        return outputs
 
     return run
+
+
+def _compile(gm: fx.GraphModule, inputs: Any, pass_: JaggPass, config: Config) -> Any:
+    if config.lowering is Lowering.INDUCTOR:
+        return compile_with_inductor(gm, inputs, pass_, dict(config.options))
+    return compile_with_interpreter(gm, inputs, pass_)
 
 
 def jagg(gm: fx.GraphModule, inputs: Any, *, options: Mapping[str, Any] | None = None) -> Any:
     """The Dynamo backend: `torch.compile(fn, backend="jagg", options={"W": 4})`.
 
-    Takes the options of `jagg_fx.transform` by name (W, knots, weights, lowering, denoiser, options); `fullgraph` and
-    `dynamic` are torch.compile's own. The report goes to the log: `TORCH_LOGS="jagg_fx"`.
+    Takes the options of `jagg_fx.transform` by name, but for `time`, and no plan that needs a measurement (`knots=K`,
+    `max_rel_error`); `fullgraph` and `dynamic` are torch.compile's own. The report goes to the log: `TORCH_LOGS="jagg_fx"`.
 
     Raises:
         OptionError and the errors of `jagg_fx.transform`, wrapped by Dynamo in its BackendCompilerFailed.
@@ -59,4 +86,4 @@ def jagg(gm: fx.GraphModule, inputs: Any, *, options: Mapping[str, Any] | None =
     def report(rewrite: Rewrite) -> None:
         log.info("%s", Report("fn", name, config, rewrite, 1))
 
-    return lower(gm, inputs, config, report)
+    return lower(gm, inputs, config, report, lambda plan, packed: None)

@@ -7,14 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jagg_fx.errors import OptionError
-from jagg_fx.plan import Plan, check_group_size, check_knots, explicit, paper
-
-
-class Weights(enum.StrEnum):
-    """How an intermediate step is placed between its two knots."""
-
-    TIME = "time"
-    INDEX = "index"
+from jagg_fx.guard import DEFAULT_COS_THRESHOLD, Guard, check_debias
+from jagg_fx.plan import Placement, Plan, Rule, Weights, budget, explicit, paper, within_error
 
 
 class Lowering(enum.StrEnum):
@@ -30,33 +24,42 @@ class Config:
     """The options of `transform` that shape the rewrite.
 
     Attributes:
-        W: steps per group of the paper's grouping, at least 2; not used when `knots` is given.
-        knots: indices of the steps whose VJP is kept, or None for the grouping by `W`.
-        weights: interpolation by time or by index.
+        placement: how knots are chosen.
+        rule: how the other steps' weights are computed.
+        guard: which segments are interpolated.
+        debias: probability of the unbiased correction per segment, or None.
         lowering: Inductor, interpreted graphs, or the eager reference.
         options: Inductor's own options, as `torch.compile(options=...)` takes them.
     """
 
-    W: int = 4
-    knots: tuple[int, ...] | None = None
-    weights: Weights = Weights.TIME
-    lowering: Lowering = Lowering.INDUCTOR
-    options: tuple[tuple[str, Any], ...] = ()
+    placement: Placement
+    rule: Rule
+    guard: Guard
+    debias: float | None
+    lowering: Lowering
+    options: tuple[tuple[str, Any], ...]
 
     @classmethod
     def create(
         cls,
         W: int = 4,
-        knots: Sequence[int] | None = None,
-        weights: str = "time",
+        knots: int | Sequence[int] | None = None,
+        weights: str | None = None,
+        degree: int | None = None,
+        plan: Placement | None = None,
+        max_rel_error: float | None = None,
+        cos_threshold: float | None = DEFAULT_COS_THRESHOLD,
+        jagg_frac: float | None = None,
+        debias: float | None = None,
         lowering: str = "inductor",
         options: Mapping[str, Any] | None = None,
     ) -> "Config":
         """Validate the user's arguments. Raises `PlanError` or `OptionError`."""
         return cls(
-            W=check_group_size(W),
-            knots=None if knots is None else check_knots(knots),
-            weights=_choice(Weights, "weights", weights),
+            placement=_placement(W, knots, plan, max_rel_error),
+            rule=_rule(weights, degree, plan),
+            guard=Guard.create(cos_threshold, jagg_frac),
+            debias=check_debias(debias),
             lowering=_choice(Lowering, "lowering", lowering),
             options=tuple(sorted((options or {}).items())),
         )
@@ -74,12 +77,54 @@ class Config:
         return cls.create(**options)
 
     def plan(self, num_steps: int) -> Plan:
-        """The plan for a function of `num_steps` steps. Raises `PlanError` if the knots do not fit."""
-        return paper(num_steps, self.W) if self.knots is None else explicit(num_steps, self.knots)
+        """The plan for a function of `num_steps` steps. Raises `PlanError` if there is none."""
+        return self.placement.place(num_steps, self.rule)
 
     def cache_key(self) -> str:
         """Everything here that changes the rewritten graph. Inductor's options are in Inductor's own key."""
-        return repr((self.W, self.knots, self.weights, self.lowering))
+        return repr((self.placement, self.rule, self.guard, self.debias, self.lowering))
+
+
+def _placement(W: int, knots: object, plan: Placement | None, max_rel_error: float | None) -> Placement:
+    given = {"knots": knots, "plan": plan, "max_rel_error": max_rel_error}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise OptionError(
+            f"jagg_fx.transform(fn, {', '.join(f'{name}={given[name]!r}' for name in named)}): each of these chooses the knots. "
+            "Give one of them."
+        )
+    grouping = paper(W)  # checked even where it is not used
+    if plan is not None:
+        if not callable(getattr(plan, "place", None)):
+            raise OptionError(
+                f"jagg_fx.transform(fn, plan={plan!r}): a plan is made by jagg_fx.plan (paper, even, explicit, budget), by "
+                "Plan.from_json, or taken from another function's transformed.plan."
+            )
+        return plan
+    if max_rel_error is not None:
+        return within_error(max_rel_error)
+    if isinstance(knots, int) and not isinstance(knots, bool):
+        return budget(knots)
+    return grouping if knots is None else explicit(knots)  # type: ignore[arg-type]
+
+
+def _rule(weights: str | None, degree: int | None, plan: Placement | None) -> Rule:
+    if isinstance(plan, Plan):
+        asked = Rule(plan.rule.weights if weights is None else _weights(weights), degree or plan.rule.degree)
+        if asked != plan.rule:
+            raise OptionError(
+                f"jagg_fx.transform(fn, plan=..., weights={weights!r}, degree={degree!r}): the plan was made for "
+                f"weights={plan.rule.weights.value!r}, degree={plan.rule.degree}. Leave them out, or make a new plan."
+            )
+        return asked
+    if degree not in (None, 1, 2):
+        raise OptionError(f"jagg_fx.transform(fn, degree={degree!r}): weights are linear (1) or quadratic (2) in time.")
+    return Rule(Weights.TIME if weights is None else _weights(weights), degree or 1)
+
+
+def _weights(weights: str) -> Weights:
+    chosen: Weights = _choice(Weights, "weights", weights)
+    return chosen
 
 
 def _choice(kind: type[Any], name: str, value: object) -> Any:

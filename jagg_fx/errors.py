@@ -27,6 +27,18 @@ class PlanError(OptionError):
     """Knots or a group size that do not fit the steps."""
 
 
+class NotCalibratedError(PlanError):
+    """Knots are to be placed by measured numbers, and nothing was measured for this number of steps."""
+
+    def __init__(self, num_steps: int, budget: str) -> None:
+        self.num_steps = num_steps
+        super().__init__(
+            f"{budget} places its knots by what a first backward measures, and a function of {num_steps} steps was not measured. "
+            "`jagg_fx.transform(fn, knots=K)` measures by itself; elsewhere give plan=jagg_fx.plan.budget(K, schedule=...) or "
+            "the plan that a transformed function saved (transformed.plan)."
+        )
+
+
 class DenoiserNotFoundError(JaggError):
     """No module with trainable parameters is reachable from the function."""
 

@@ -1,26 +1,32 @@
 """The eager twin: the same approximation by plain autograd, value for value. It is the oracle of every test.
 
-    v~_i = v_i.detach() + sum_k w_ik (v_k - v_k.detach())     for an intermediate step,     v~_k = v_k for a knot
+    v~_i = v_i.detach() + (1 - c_i) sum_k w_ik (v_k - v_k.detach()) + c_i (v_i - v_i.detach())    for an intermediate step
+    v~_k = v_k                                                                                     for a knot
 
-The value of every step is unchanged, and autograd then computes `sum_k J_k^T G_k` by itself. An intermediate step
-needs the values of a later knot, so the function runs twice: once without gradients through the denoiser, to record
-its calls and to see which of them the outputs depend on; then again with `v~` in place of `v`. The function must
+with `c_i` = 0 where the step is interpolated, 1 where its segment is exact, and the factor of the unbiased option where it
+was drawn (`guard.Correction`). The value of every step is unchanged, and autograd then computes `sum_k J_k^T G_k` by itself.
+An intermediate step needs the values of a later knot, so the function runs twice: once without gradients through the denoiser,
+to record its calls and to see which of them the outputs depend on; then again with `v~` in place of `v`. The function must
 compute the same thing both times; torch's global random state is put back in between.
 """
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jagg_fx import interpolation
-from jagg_fx.config import Config, Weights
+from jagg_fx import guard, interpolation
+from jagg_fx.budget import Measurements
+from jagg_fx.config import Config
 from jagg_fx.denoiser import TimeArgument, describe_function, replaced_forward
 from jagg_fx.errors import ChainedStatesError, DropoutError, NoStepsError
-from jagg_fx.plan import Plan, Segment
+from jagg_fx.plan import Plan, Weights
 from jagg_fx.report import Rewrite
+from jagg_fx.statistics import FIELDS_PER_STEP, pack
 
 
 @dataclass
@@ -41,8 +47,12 @@ def run(
     config: Config,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Any, Rewrite | None]:
-    """Call `fn(*args, **kwargs)` with interpolated VJPs. Returns its outputs and a record (None under no_grad).
+    on_statistics: Callable[[Plan, Tensor], None],
+) -> tuple[Any, Rewrite | None, "Measuring | None"]:
+    """Call `fn(*args, **kwargs)` with interpolated VJPs.
+
+    Returns:
+        Its outputs, a record, and what the backward will measure (both None under no_grad).
 
     Raises:
         NoStepsError: no call of the denoiser reaches the outputs with a gradient.
@@ -50,7 +60,7 @@ def run(
         DropoutError: the denoiser draws random numbers.
     """
     if not torch.is_grad_enabled():
-        return fn(*args, **kwargs), None
+        return fn(*args, **kwargs), None, None
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         calls, without_gradient, outputs = _record(fn, denoiser, time, args, kwargs)
@@ -61,7 +71,8 @@ def run(
         reason = f"{len(calls)} calls of the denoiser ran with gradients, and the outputs depend on none of them"
         raise NoStepsError(describe_function(fn), type(denoiser).__name__, reason)
     plan = config.plan(len(steps))
-    surrogates = _surrogates(denoiser, steps, plan, config.weights)
+    measuring = Measuring(plan, steps, needed, on_statistics)
+    surrogates = _surrogates(denoiser, steps, plan, config, measuring)
     original, order = denoiser.forward, iter(calls)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +90,79 @@ def run(
         calls_without_gradient=len(calls) - len(steps) + without_gradient,
     )
     with replaced_forward(denoiser, forward):
-        return fn(*args, **kwargs), record
+        return fn(*args, **kwargs), record, measuring
+
+
+class Measuring:
+    """Collects the cotangents' norms of one run while its backward goes by.
+
+    Args:
+        plan: the run's plan.
+        steps: its calls, whose values are kept.
+        needed: identities of the leaves that the outputs depend on.
+        on_statistics: receives the packed statistics once every cotangent has come.
+    """
+
+    def __init__(
+        self, plan: Plan, steps: Sequence[_Call], needed: set[int], on_statistics: Callable[[Plan, Tensor], None]
+    ) -> None:
+        self.plan = plan
+        self._steps = steps
+        self._slots = [
+            slot
+            for slot in range(len(steps[0].leaves))
+            if all(slot < len(step.leaves) and id(step.leaves[slot]) in needed for step in steps)
+        ]
+        self._on_statistics = on_statistics
+        self._scores = self._keep = torch.zeros(0)
+        self._squares: dict[tuple[int, int], Tensor] = {}  # by slot and step: squared norms per sample
+        self._arrived = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return 0 < self._expected == len(self._squares)
+
+    @property
+    def _expected(self) -> int:
+        return len(self._slots) * len(self._steps)
+
+    def decided(self, scores: Tensor, keep: Tensor) -> None:
+        self._scores, self._keep = scores, keep
+
+    def watch(self, index: int, output: Any) -> Any:
+        """What the denoiser returns at a step, with hooks that note its cotangents."""
+        slots = itertools.count()
+
+        def watched(value: Tensor) -> Tensor:
+            value, slot = value.view_as(value), next(slots)
+            if slot in self._slots:
+                value.register_hook(functools.partial(self._note, slot, index))
+            return value
+
+        return _map_values(watched, output)
+
+    def measurements(self) -> Measurements:
+        """What a budget is placed by. Call when `is_complete`."""
+        return Measurements(
+            times=torch.stack([step.time for step in self._steps]),
+            values=tuple(torch.stack([step.leaves[slot].detach() for step in self._steps]) for slot in self._slots),
+            norms=self._norms(),
+        )
+
+    def _norms(self) -> Tensor:
+        """`|g_i|` per sample `[N, B]`."""
+        steps = range(len(self._steps))
+        squares = [torch.stack([self._squares[slot, i] for i in steps]) for slot in self._slots]
+        return torch.stack(squares).sum(0).sqrt()
+
+    def _note(self, slot: int, index: int, cotangent: Tensor) -> None:
+        wide = cotangent.to(interpolation.working_dtype(cotangent.dtype))
+        self._squares[slot, index] = wide.square().reshape(wide.shape[0] if wide.dim() else 1, -1).sum(1)
+        self._arrived += 1
+        if self._arrived % self._expected == 0 and self.is_complete and self.plan.segments:
+            norms = self._norms().square().sum(1).sqrt()
+            packed = pack(norms, self._scores, self._keep, FIELDS_PER_STEP * self.plan.num_steps)
+            self._on_statistics(self.plan, packed)
 
 
 def _record(
@@ -132,25 +215,76 @@ def _snapshot(argument: Any) -> Any:
     return argument.clone() if isinstance(argument, Tensor) and not argument.requires_grad else argument
 
 
-def _surrogates(denoiser: nn.Module, steps: list[_Call], plan: Plan, rule: Weights) -> dict[int, Any]:
+def _surrogates(
+    denoiser: nn.Module, steps: list[_Call], plan: Plan, config: Config, measuring: Measuring
+) -> dict[int, Any]:
     """For each step's call, by identity, what the denoiser returns in the second run."""
-    outputs: dict[int, Any] = {}
-    knots: dict[int, list[Tensor]] = {}
-    for k in plan.knots:
-        output = outputs[id(steps[k])] = denoiser(*steps[k].args, **steps[k].kwargs)
-        knots[k] = _values(output)
-    for segment in plan.segments:
-        for i in segment.intermediate:
-            slots = iter(zip(knots[segment.a], knots[segment.b], strict=True))
 
-            def surrogate(value: Tensor, i: int = i, segment: Segment = segment, slots: Any = slots) -> Tensor:
-                v_a, v_b = next(slots)
-                w = _weight(steps, segment, i, rule, value)
-                twin: Tensor = value.detach() + (1 - w) * (v_a - v_a.detach()) + w * (v_b - v_b.detach())
+    def with_gradient(k: int) -> Any:
+        return denoiser(*steps[k].args, **steps[k].kwargs)
+
+    outputs = {k: with_gradient(k) for k in plan.knots}
+    if plan.segments:
+        weights = _weights(steps, plan)
+        scores, keep = _decide(steps, plan, config, weights)
+        measuring.decided(scores, keep)
+        factors = _exact_factors(plan, config, keep)
+        knots = [_values(outputs[k]) for k in plan.knots]
+        for m, i in enumerate(plan.intermediate):
+            own = iter(_values(with_gradient(i))) if factors[m] else None
+            slots = itertools.count()
+
+            def surrogate(value: Tensor, m: int = m, own: Any = own, slots: Any = slots) -> Tensor:
+                slot = next(slots)
+                twin = value.detach()
+                for k, values in enumerate(knots):
+                    w = interpolation.per_sample(weights[m : m + 1, k], value.shape)[0]
+                    twin = twin + (1 - factors[m]) * w * (values[slot] - values[slot].detach())
+                if own is not None:
+                    exact = next(own)
+                    twin = twin + factors[m] * (exact - exact.detach())
                 return twin.to(value.dtype)
 
-            outputs[id(steps[i])] = _map_values(surrogate, steps[i].output)
-    return outputs
+            outputs[i] = _map_values(surrogate, steps[i].output)
+    return {id(steps[i]): measuring.watch(i, output) for i, output in outputs.items()}
+
+
+def _weights(steps: list[_Call], plan: Plan) -> Tensor:
+    """Weights `[M, K, *]` on the device of the values."""
+    device = steps[0].leaves[0].device
+    if plan.rule.weights is Weights.INDEX:
+        times = torch.arange(plan.num_steps, device=device)
+    else:
+        times = torch.stack([step.time for step in steps])
+    t, t_knots = times[list(plan.intermediate)], times[list(plan.knots)]
+    return interpolation.knot_weights(t, t_knots, plan.rule.degree).to(device)
+
+
+def _decide(steps: list[_Call], plan: Plan, config: Config, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Score of each segment `[S]` and whether it is interpolated `[S]`."""
+    slots = range(len(steps[0].leaves))
+    middle, at_knots = (
+        [torch.stack([steps[i].leaves[slot].detach() for i in indices]) for slot in slots]
+        for indices in (plan.intermediate, plan.knots)
+    )
+    scores = guard.segment_scores(interpolation.agreement(middle, at_knots, weights), plan)
+    return scores, guard.keep_segments(scores, plan, config.guard)
+
+
+def _exact_factors(plan: Plan, config: Config, keep: Tensor) -> list[float]:
+    """`c_i` of each intermediate step."""
+    corrections = [] if config.debias is None else guard.Correction.of_segments(plan, config.debias)
+    drawn = guard.draw(plan, keep.device) if corrections else keep
+    factors: list[float] = []
+    for s, segment in enumerate(plan.segments):
+        if not keep[s]:
+            factors += [1.0] * len(segment.intermediate)
+        elif corrections:
+            fires = drawn[0, s] < corrections[s].p
+            factors += corrections[s].factors(fires, corrections[s].choose(drawn[1, s])).tolist()
+        else:
+            factors += [0.0] * len(segment.intermediate)
+    return factors
 
 
 def _map_values(fn: Callable[[Tensor], Tensor], output: Any) -> Any:
@@ -172,13 +306,6 @@ def _values(output: Any) -> list[Tensor]:
 
     _map_values(collect, output)
     return values
-
-
-def _weight(steps: list[_Call], segment: Segment, i: int, rule: Weights, value: Tensor) -> Tensor | float:
-    if rule is Weights.INDEX:
-        return interpolation.index_weight(segment.a, i, segment.b)
-    weight = interpolation.time_weight(steps[segment.a].time, steps[i].time, steps[segment.b].time)
-    return interpolation.per_sample(weight, value.shape)
 
 
 def _leaves_below(outputs: Any) -> set[int]:

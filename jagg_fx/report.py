@@ -64,7 +64,11 @@ class Report:
         asked = {
             "function": self.function,
             "denoiser": self.denoiser,
-            "weights": self.config.weights.value,
+            "weights": self.config.rule.weights.value,
+            "degree": self.config.rule.degree,
+            "cos_threshold": self.config.guard.cos_threshold,
+            "jagg_frac": self.config.guard.jagg_frac,
+            "debias": self.config.debias,
             "lowering": self.config.lowering.value,
             "torch": torch.__version__,
             "rewritten_graphs": self.graphs,
@@ -74,6 +78,8 @@ class Report:
         plan = self.rewrite.plan
         return asked | {
             "steps": plan.num_steps,
+            "plan": plan.origin,
+            "predicted_error": plan.predicted_error,
             "groups": [list(group) for group in plan.groups],
             "knots": list(plan.knots),
             "interpolated": list(plan.intermediate),
@@ -85,6 +91,14 @@ class Report:
             "left_exact": self.exact(),
         }
 
+    def _guard(self) -> str:
+        guard = self.config.guard
+        limits = [] if guard.cos_threshold is None else [f"cosine >= {guard.cos_threshold:g}"]
+        limits += (
+            [] if guard.jagg_frac is None else [f"at most {guard.jagg_frac:.0%} of intermediate steps interpolated"]
+        )
+        return ", ".join(limits) or "none: interpolated always"
+
     def __str__(self) -> str:
         report = self.to_dict()
         rows: list[tuple[str, object]] = [("function", self.function), ("denoiser", self.denoiser or "not called yet")]
@@ -93,6 +107,7 @@ class Report:
         else:
             rows += [
                 ("steps", report["steps"]),
+                ("plan", report["plan"]),
                 ("groups", ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in report["groups"])),
                 ("knots", ", ".join(map(str, report["knots"]))),
                 ("backward passes", f"{report['backward_passes_before']} -> {report['backward_passes_after']}"),
@@ -100,6 +115,12 @@ class Report:
                 ("left exact", "\n".join(report["left_exact"]) or "nothing: every group has intermediate steps"),
                 ("rewritten graphs", self.graphs),
             ]
-        rows += [("weights", report["weights"]), ("lowering", report["lowering"]), ("torch", report["torch"])]
+            if plan_error := report["predicted_error"]:
+                rows.append(("predicted error", f"{plan_error:.2f} of the gradient"))
+        weights = report["weights"] + (", quadratic" if report["degree"] == 2 else "")
+        rows += [("weights", weights), ("guard", self._guard())]
+        if self.config.debias is not None:
+            rows.append(("debias", f"each segment with probability {self.config.debias:g}"))
+        rows += [("lowering", report["lowering"]), ("torch", report["torch"])]
         table: str = tabulate(rows, headers=["jagg_fx", "report"], tablefmt="simple", disable_numparse=True)
         return table

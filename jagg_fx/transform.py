@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -13,9 +14,20 @@ from jagg_fx._compat import compile_isolated, dynamo_errors, dynamo_settings
 from jagg_fx.backend import lower
 from jagg_fx.config import Config, Lowering
 from jagg_fx.denoiser import TIME, Region, check_denoiser, describe_function, find_denoiser, find_time
-from jagg_fx.errors import DynamoFailedError, NoStepsError, OptionError, RaisedInCaptureError, SplitStepsError
+from jagg_fx.distributed import from_rank_zero, is_distributed
+from jagg_fx.errors import (
+    DynamoFailedError,
+    NoStepsError,
+    NotCalibratedError,
+    OptionError,
+    RaisedInCaptureError,
+    SplitStepsError,
+)
+from jagg_fx.guard import DEFAULT_COS_THRESHOLD
 from jagg_fx.outline import outline
+from jagg_fx.plan import Budget, Calibrated, Placement, Plan
 from jagg_fx.report import Report, Rewrite
+from jagg_fx.statistics import Recorder, Statistics
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +39,14 @@ def transform(
     fn: Callable[P, R],
     W: int = 4,
     *,
-    weights: str = "time",
-    knots: Sequence[int] | None = None,
+    weights: str | None = None,
+    knots: int | Sequence[int] | None = None,
+    degree: int | None = None,
+    plan: Placement | None = None,
+    max_rel_error: float | None = None,
+    cos_threshold: float | None = DEFAULT_COS_THRESHOLD,
+    jagg_frac: float | None = None,
+    debias: float | None = None,
     denoiser: nn.Module | None = None,
     time: str | None = None,
     lowering: str = "inductor",
@@ -48,8 +66,19 @@ def transform(
             already transformed function, the original is taken.
         W: consecutive steps per group; each group keeps the VJPs of its first and last step. At least 2, which keeps
             every step exact. The last group may be shorter.
-        weights: "time" interpolates by the steps' times, "index" by their position.
-        knots: instead of `W`, the indices of the steps that keep their VJP; the first and last step must be among them.
+        weights: "time" (the default) interpolates by the steps' times, "index" by their position.
+        knots: instead of `W`, the indices of the steps that keep their VJP, the first and the last among them; or their
+            number, which are then placed where they are worth most: the first call with gradients runs by the eager
+            reference and measures, and the compiled rewrite starts at the second (see `plan` and `recalibrate`).
+        degree: 1 (the default) interpolates linearly between the two nearest knots, 2 quadratically between three.
+        plan: instead of `W` and `knots`, a placement of `jagg_fx.plan` or a plan made and saved earlier.
+        max_rel_error: instead of `knots`, the largest predicted relative error of the gradient; the least number of knots
+            that keeps to it is chosen by a measurement as with `knots=K`. The prediction is an estimate, not a bound.
+        cos_threshold: a segment between two knots is interpolated where the cosine between its steps' velocities and their
+            own interpolation, the worst step's, is at least this; elsewhere its steps get their exact VJPs. None: always.
+        jagg_frac: largest share of intermediate steps that are interpolated in one call, best segments first.
+        debias: with this probability per segment, one of its steps adds the error that it makes, scaled so that the mean
+            gradient is exact (over the draws; with `cos_threshold` too). Costs up to one more pass per segment.
         denoiser: the module called once per step. By default the one trainable module that the function can reach.
         time: name of the denoiser's time argument. By default timestep, timesteps, t, time or sigma.
         lowering: "inductor" compiles to machine code; "eager" rewrites the same graphs and interprets them; "reference"
@@ -69,7 +98,19 @@ def transform(
         fn = fn.original
     if not callable(fn):
         raise OptionError(f"jagg_fx.transform({fn!r}): the first argument is the function that loops over the steps.")
-    config = Config.create(W=W, knots=knots, weights=weights, lowering=lowering, options=options)
+    config = Config.create(
+        W=W,
+        knots=knots,
+        weights=weights,
+        degree=degree,
+        plan=plan,
+        max_rel_error=max_rel_error,
+        cos_threshold=cos_threshold,
+        jagg_frac=jagg_frac,
+        debias=debias,
+        lowering=lowering,
+        options=options,
+    )
     if denoiser is not None:
         check_denoiser(denoiser)
     return Transformed(fn, config, denoiser, time, fullgraph=fullgraph, dynamic=dynamic)
@@ -94,10 +135,14 @@ class Transformed(Generic[P, R]):
     ) -> None:
         self.original = fn
         self._config = config
+        if isinstance(config.placement, Budget) and config.placement.schedule is None:
+            self._config = replace(config, placement=Calibrated(config.placement))
+        self._measuring: reference.Measuring | None = None
+        self._recorder = Recorder()
         self._given_denoiser = denoiser
         self._time = time
         self._fullgraph = fullgraph
-        self._dynamic = bool(dynamic)
+        self._dynamic = dynamic
         self._region: Region | None = None
         self._rewrites: list[Rewrite] = []
         self._captured = False  # whether any graph held a step
@@ -110,18 +155,39 @@ class Transformed(Generic[P, R]):
         # Dynamo remembers per code object (by file, line and name) which sizes and numbers changed from call to call.
         # This function's code is shared by every transformed function; a name of its own keeps their histories apart.
         entry.__code__ = entry.__code__.replace(co_name=f"{describe_function(fn)}_{id(self):x}")
-        self._compiled = compile_isolated(entry, self._backend, fullgraph=fullgraph, dynamic=dynamic)
+        self._entry = entry
+        self._compiled = self._compile()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         region = self._current_region(args, kwargs)
-        if self._config.lowering is Lowering.REFERENCE:
-            outputs, record = reference.run(self.original, region.denoiser, region.time, self._config, args, kwargs)
-            if record is not None:
-                self._rewrites = [record]
-            return outputs  # type: ignore[no-any-return]
+        if self._measuring is not None:
+            self._finish_calibration()
+        placement = self._config.placement
+        if isinstance(placement, Calibrated) and not placement.plans and torch.is_grad_enabled():
+            return self._calibrate(region, args, kwargs)
+        try:
+            if self._config.lowering is Lowering.REFERENCE:
+                return self._run_reference(region, self._config, args, kwargs)
+            return self._run_compiled(region, args, kwargs)
+        except NotCalibratedError:  # a number of steps that no plan was made for
+            return self._calibrate(region, args, kwargs)
+
+    def _run_reference(self, region: Region, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        outputs, record, self._measuring = reference.run(
+            self.original, region.denoiser, region.time, config, args, kwargs, self._recorder.record
+        )
+        if record is not None:
+            self._rewrites = [record]
+        return outputs  # type: ignore[no-any-return]
+
+    def _run_compiled(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         self._runs = 0
         try:
-            with region.installed(), dynamo_settings(), dynamo_errors(describe_function(self.original), self._dynamic):
+            with (
+                region.installed(),
+                dynamo_settings(),
+                dynamo_errors(describe_function(self.original), bool(self._dynamic)),
+            ):
                 outputs = self._compiled(*args, **kwargs)
         except RaisedInCaptureError:
             with region.installed():
@@ -132,9 +198,73 @@ class Transformed(Generic[P, R]):
                 raise
             log.info("%s is traced at every step: a nested region failed (%s)", type(region.denoiser).__name__, error)
             self._region = Region(region.denoiser, region.time, nested=False)
-            return self(*args, **kwargs)
+            return self._run_compiled(self._region, args, kwargs)
         self._check_capture(region)
-        return outputs  # type: ignore[no-any-return]
+        return outputs
+
+    def _calibrate(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """Run by the reference with even knots and measure; `_finish_calibration` places the knots afterwards."""
+        assert isinstance(self._config.placement, Calibrated)
+        log.info("the knots of %s are not placed yet: this call measures, by the eager reference", self)
+        config = replace(self._config, placement=self._config.placement.budget.calibration())
+        return self._run_reference(region, config, args, kwargs)
+
+    def _finish_calibration(self) -> None:
+        """Place the knots by what the last call and its backward measured; without a backward, the next call measures."""
+        measuring, self._measuring = self._measuring, None
+        placement = self._config.placement
+        if not isinstance(placement, Calibrated) or measuring is None:
+            return
+        known = {plan.num_steps for plan in placement.plans}
+        if measuring.plan.num_steps in known:
+            return
+        plan = None
+        if measuring.is_complete:
+            plan = placement.budget.place_measured(measuring.measurements(), self._config.rule)
+        plan = from_rank_zero(plan)
+        if plan is not None:
+            log.info("knots of %s: %s", self, plan.knots)
+            self._config = replace(self._config, placement=placement.with_plan(plan))
+
+    def _compile(self) -> Callable[P, R]:
+        return compile_isolated(self._entry, self._backend, fullgraph=self._fullgraph, dynamic=self._dynamic)
+
+    def recalibrate(self) -> None:
+        """Measure again at the next call with gradients, and place the knots anew.
+
+        Raises:
+            OptionError: the knots are not placed by a measurement.
+        """
+        placement = self._config.placement
+        if not isinstance(placement, Calibrated):
+            raise OptionError(
+                f"{self}.recalibrate(): its knots are not placed by a measurement. Write "
+                f"jagg_fx.transform({describe_function(self.original)}, knots=K) for knots that are."
+            )
+        self._measuring = None
+        self._config = replace(self._config, placement=replace(placement, plans=()))
+        self._compiled = self._compile()  # graphs compiled so far hold the old knots
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use: which steps are knots. None before the steps were found (or, with `knots=K`, measured).
+
+        With several processes, the knots that a measurement placed appear at the next call: rank 0 decides for all.
+        """
+        if self._measuring is not None and not is_distributed():
+            self._finish_calibration()
+        placement = self._config.placement
+        if isinstance(placement, Calibrated):
+            return placement.plans[-1] if placement.plans else None
+        return self._rewrites[-1].plan if self._rewrites else None
+
+    @property
+    def stats(self) -> Statistics | None:
+        """Numbers of the last backward and means over all: see `jagg_fx.statistics`. Reading waits for the device.
+
+        None before the first backward in which steps could be interpolated.
+        """
+        return self._recorder.read()
 
     @property
     def report(self) -> Report:
@@ -165,7 +295,7 @@ class Transformed(Generic[P, R]):
             outline(gm, self._region.denoiser)
         if not steps and self._fullgraph and torch.is_grad_enabled():
             raise self._no_steps("the captured graph holds no call of it")
-        compiled = lower(gm, inputs, self._config, self._rewrites.append)
+        compiled = lower(gm, inputs, self._config, self._rewrites.append, self._recorder.record)
         if not steps:
             return compiled
         self._captured = True

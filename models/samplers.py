@@ -116,6 +116,24 @@ def schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     return shift * s / (1 + (shift - 1) * s)
 
 
+def gains(sampler: Sampler, sigmas: Tensor) -> Tensor:
+    """`|c_i / S_i|` of each step `[N]`, where the step's mean is `c_i v + ...` and its standard deviation `S_i`.
+
+    On-policy, the gradient of a step's log-prob with respect to its velocity is `c_i / S_i` times standard normal noise.
+
+    Args:
+        sampler: a stochastic sampler (Euler's steps have no log-prob, and no finite gain).
+        sigmas: noise levels `[N + 1]`.
+    """
+    zero, one = torch.zeros(1), torch.ones(1)
+    found = []
+    for i in range(len(sigmas) - 1):
+        levels = (sigmas[i], sigmas[i + 1], sigmas[1])
+        base, std = sampler.step(zero, zero, *levels)
+        found.append(((sampler.step(one, zero, *levels)[0] - base) / std).abs().squeeze())
+    return torch.stack(found)
+
+
 class Rollout(NamedTuple):
     """States `[N + 1, B, *]` from noise to image, and the log-probs `[B, N]` of their steps (zero for Euler)."""
 

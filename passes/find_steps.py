@@ -7,11 +7,12 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from jagg_fx._compat import invoke_subgraph
 from jagg_fx.denoiser import TIME
 from jagg_fx.errors import NotARegionError
+from jagg_fx.passes.emit import value
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Step:
         arguments: names of the arguments that the denoiser was called with.
         cotangent_positions: where the backward call takes its cotangents, one per differentiable value.
         gradients: for each operand whose gradient is used, the node of that gradient.
+        values: the differentiable values `v_i` that the loss reads, by their place among the cotangents.
     """
 
     index: int
@@ -37,6 +39,7 @@ class Step:
     arguments: tuple[str, ...]
     cotangent_positions: tuple[int, ...]
     gradients: dict[int, fx.Node]
+    values: dict[int, fx.Node]
 
     @property
     def region(self) -> str:
@@ -101,6 +104,9 @@ def find_steps(graph: fx.Graph) -> list[Step]:
         marker = next(operand for operand in operands if isinstance(operand, fx.Node) and operand.target is TIME)
         body = getattr(graph.owning_module, region_name(backward))
         placeholders = body.graph.find_nodes(op="placeholder")
+        # With symbolic sizes the saved values come in another order than the forward returns them: go by the names of the
+        # region's own arguments, which AOTAutograd's partitioner gives and relies on itself.
+        positions = tuple(2 + i for i, node in enumerate(placeholders) if node.name.startswith("tangents"))
         steps.append(
             Step(
                 index=len(steps),
@@ -109,15 +115,25 @@ def find_steps(graph: fx.Graph) -> list[Step]:
                 operands=tuple(operands),
                 time=_marked_time(marker),
                 arguments=tuple(str(marker.args[1]).split(",")),
-                # With symbolic sizes the saved values come in another order than the forward returns them: go by the
-                # names of the region's own arguments, which AOTAutograd's partitioner gives and relies on itself.
-                cotangent_positions=tuple(
-                    2 + i for i, placeholder in enumerate(placeholders) if placeholder.name.startswith("tangents")
-                ),
+                cotangent_positions=positions,
                 gradients={output_index(user): user for user in backward.users if user.users},
+                values=_differentiable_values(forward, [backward.args[position] for position in positions]),
             )
         )
     return steps
+
+
+def _differentiable_values(forward: fx.Node, cotangents: list[Any]) -> dict[int, fx.Node]:
+    """Values come first among a forward's outputs, and each has the shape of its cotangent."""
+    nodes = {output_index(user): user for user in forward.users if user.target is operator.getitem}
+    floating = [
+        k for k, output in enumerate(value(forward)) if isinstance(output, Tensor) and output.is_floating_point()
+    ]
+    return {
+        slot: nodes[k]
+        for slot, (k, cotangent) in enumerate(zip(floating, cotangents, strict=False))
+        if k in nodes and nodes[k].users and value(nodes[k]).shape == value(cotangent).shape
+    }
 
 
 def _own_backward(forward: fx.Node, backwards: list[fx.Node]) -> fx.Node | None:

@@ -21,6 +21,10 @@ from jagg_fx.passes.drop_saved import drop_saved
 from jagg_fx.passes.emit import value
 from jagg_fx.passes.find_steps import Step, find_steps, marked_calls
 from jagg_fx.passes.interpolate_vjps import interpolate_vjps
+from jagg_fx.passes.record_statistics import record_statistics
+from jagg_fx.passes.route_segments import route_segments
+from jagg_fx.passes.score_segments import score_segments
+from jagg_fx.passes.weigh_steps import weigh_steps
 from jagg_fx.plan import Plan
 from jagg_fx.report import Rewrite
 
@@ -66,7 +70,11 @@ def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
     plan = config.plan(len(steps))
     record = _record(steps, plan, calls)
     if plan.segments:
-        interpolate_vjps(gm.graph, steps, plan, config.weights)
+        weighing = weigh_steps(steps, plan)
+        decision = score_segments(steps, plan, weighing, config.guard, config.debias)
+        record_statistics(gm.graph, steps, decision)
+        interpolate_vjps(steps, plan, weighing, decision)
+        route_segments(gm, steps, plan, decision)
         drop_saved(gm, steps, plan)
     clean_up(gm)
     _log_steps("after", gm, steps)

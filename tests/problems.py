@@ -101,6 +101,23 @@ def different_times_per_sample(dtype: torch.dtype) -> Problem:
     return _problem(model, fn, (z, t))
 
 
+def shuffled_times_per_sample(dtype: torch.dtype) -> Problem:
+    """DanceGRPO's and DDPO's replay: every sample goes through its steps in an order of its own."""
+    model = MLP().to(dtype)
+    z, t = path(dtype)
+    order = torch.stack([torch.randperm(STEPS) for _ in range(BATCH)], dim=1)
+
+    def fn(z: Tensor, t: Tensor, order: Tensor) -> Tensor:
+        losses = []
+        for i in range(STEPS):
+            samples = torch.arange(BATCH)
+            now, later = z[order[i], samples], z[order[i] + 1, samples]
+            losses.append((later - now - model(now, t[order[i]])).square().mean(-1))
+        return torch.stack(losses, 1)
+
+    return _problem(model, fn, (z, t, order))
+
+
 def python_numbers(dtype: torch.dtype) -> Problem:
     model = TakesNumbers().to(dtype)
     times = [1 - 0.08 * i for i in range(STEPS + 1)]
@@ -282,6 +299,7 @@ PROBLEMS: dict[str, Callable[[torch.dtype], Problem]] = {
         per_sample_times,
         scalar_times,
         different_times_per_sample,
+        shuffled_times_per_sample,
         python_numbers,
         integer_times,
         keywords,

@@ -1,5 +1,8 @@
 """The weights and sums, and what they are exact for."""
 
+import itertools
+from typing import Any
+
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -13,64 +16,137 @@ from jagg_fx.errors import TimeArgumentError
 from jagg_fx.models.linear_gaussian import GaussianVelocity, LinearVelocity
 from tests.problems import Problem, relative_error
 
-times = st.floats(-1e3, 1e3, allow_nan=False, width=32)
+finite = st.floats(-1e3, 1e3, allow_nan=False, width=32)
 
 
-@hypothesis.given(times, times, times)
-def test_time_weight_is_numpys_interpolation_between_distinct_knots(a: float, i: float, b: float) -> None:
-    hypothesis.assume(abs(b - a) > 1e-3)
-    low, high = min(a, b), max(a, b)
-    inside = min(max(i, low), high)
-    weight = interpolation.time_weight(*(torch.tensor(x, dtype=torch.float64) for x in (a, inside, b)))
-    want = np.interp(inside, [low, high], [0.0, 1.0] if a < b else [1.0, 0.0])
-    assert float(weight) == pytest.approx(want, abs=1e-12)
+def numpy_weights(t: float, knots: list[float]) -> np.ndarray[Any, Any]:
+    """Hat functions over the distinct knot times, by numpy; knots at one time share."""
+    distinct = sorted(set(knots))
+    hats = [np.interp(t, distinct, np.eye(len(distinct))[k]) for k in range(len(distinct))]
+    return np.array([hats[distinct.index(k)] / knots.count(k) for k in knots])
 
 
+@hypothesis.given(
+    st.lists(st.lists(finite, min_size=3, max_size=3), min_size=1, max_size=6),
+    st.lists(st.lists(finite, min_size=3, max_size=3), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_weights_are_numpys_interpolation_for_every_sample(
+    knots: list[list[float]], steps: list[list[float]], on_knots: bool
+) -> None:
+    steps = [*steps, knots[-1]] if on_knots else steps
+    weights = interpolation.knot_weights(
+        torch.tensor(steps, dtype=torch.float64), torch.tensor(knots, dtype=torch.float64)
+    )
+    assert weights.shape == (len(steps), len(knots), 3)
+    for m, step in enumerate(steps):
+        for b, t in enumerate(step):
+            want = numpy_weights(t, [k[b] for k in knots])
+            np.testing.assert_allclose(weights[m, :, b].numpy(), want, atol=1e-9)
+
+
+@pytest.mark.parametrize("order", ["decreasing", "increasing", "shuffled"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
-def test_weights_are_float32_or_better(dtype: torch.dtype) -> None:
-    a, i, b = (torch.tensor([x, 2 * x], dtype=dtype) for x in (100, 70, 20))
-    weight = interpolation.time_weight(a, i, b)
-    assert weight.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
-    torch.testing.assert_close(weight.double(), torch.full((2,), 0.375, dtype=torch.float64), rtol=1e-2, atol=0)
+def test_weights_are_float32_or_better_in_any_order(dtype: torch.dtype, order: str) -> None:
+    knots = {"decreasing": [100, 60, 20], "increasing": [20, 60, 100], "shuffled": [60, 100, 20]}[order]
+    weights = interpolation.knot_weights(torch.tensor([90, 30]).to(dtype), torch.tensor(knots).to(dtype))
+    assert weights.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+    by_time = {k: weights[:, n].tolist() for n, k in enumerate(knots)}
+    assert by_time == {100: [0.75, 0.0], 60: [0.25, 0.25], 20: [0.0, 0.75]}
 
 
-def test_a_step_outside_its_knots_takes_the_nearer_one() -> None:
-    a, b = torch.tensor(0.8), torch.tensor(0.4)
-    assert interpolation.time_weight(a, torch.tensor(0.9), b).item() == 0
-    assert interpolation.time_weight(a, torch.tensor(0.1), b).item() == 1
+def test_a_step_outside_the_knots_takes_the_nearest_one() -> None:
+    weights = interpolation.knot_weights(torch.tensor([0.9, 0.1]), torch.tensor([0.8, 0.4]))
+    assert weights.tolist() == [[1, 0], [0, 1]]
 
 
-def test_knots_at_one_time_share_equally_and_give_finite_gradients() -> None:
-    t = torch.ones(2, requires_grad=True)
-    weight = interpolation.time_weight(t, t, t)
-    assert weight.tolist() == [0.5, 0.5]
-    weight.sum().backward()
+@pytest.mark.parametrize("degree", [1, 2])
+def test_equal_times_share_and_give_finite_gradients(degree: int) -> None:
+    t = torch.tensor([0.5, 0.7, 0.7]).requires_grad_()
+    knots = torch.tensor([0.7, 0.3, 0.7]).requires_grad_()
+    weights = interpolation.knot_weights(t, knots, degree)
+    torch.testing.assert_close(weights, torch.tensor([[0.25, 0.5, 0.25], [0.5, 0, 0.5], [0.5, 0, 0.5]]))
+    weights.square().sum().backward()
     assert t.grad is not None
+    assert knots.grad is not None
     assert torch.isfinite(t.grad).all()
+    assert torch.isfinite(knots.grad).all()
+    alone = interpolation.knot_weights(torch.tensor([0.5, 0.9]), torch.tensor([0.7]), degree)
+    assert alone.tolist() == [[1], [1]]
+
+
+@hypothesis.given(st.lists(finite, min_size=3, max_size=6, unique=True), finite)
+def test_quadratic_weights_reproduce_parabolas_on_the_three_nearest_knots(knots: list[float], t: float) -> None:
+    hypothesis.assume(min(abs(a - b) for a, b in itertools.combinations(knots, 2)) > 1)
+    t = min(max(t, min(knots)), max(knots))
+    (weights,) = interpolation.knot_weights(
+        torch.tensor([t], dtype=torch.float64), torch.tensor(knots, dtype=torch.float64), degree=2
+    )
+    assert float(weights.sum()) == pytest.approx(1)
+    assert int((weights != 0).sum()) <= 3
+    scale = max(map(abs, knots)) ** 2
+    for power in (1, 2):
+        values = torch.tensor(knots, dtype=torch.float64) ** power
+        assert float(weights @ values) == pytest.approx(t**power, abs=1e-9 * scale)
+
+
+def test_the_quadratic_weights_are_lagranges() -> None:
+    """Derive the three weights from what they must reproduce (1, t, t^2) and compare with the code's own form."""
+    t, low, high, third = sympy.symbols("t l u x")
+    w = sympy.symbols("w_l w_u w_x")
+    nodes = (low, high, third)
+    (solution,) = sympy.linsolve([sum(a * n**p for a, n in zip(w, nodes, strict=True)) - t**p for p in range(3)], *w)
+    fraction = (t - low) / (high - low)
+    at_third = (t - low) * (t - high) / ((third - low) * (third - high))
+    ours = (
+        1 - fraction - at_third * (high - third) / (high - low),
+        fraction - at_third * (third - low) / (high - low),
+        at_third,
+    )
+    for want, own in zip(solution, ours, strict=True):
+        assert sympy.simplify(want - own) == 0
+    numbers = {t: 0.6, low: 0.5, high: 0.8, third: 0.2}
+    weights = interpolation.knot_weights(torch.tensor([0.6]), torch.tensor([0.5, 0.8, 0.2]), degree=2)
+    np.testing.assert_allclose(weights[0].numpy(), [float(x.subs(numbers)) for x in ours], rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1), (3, 1, 1, 1)])
 def test_one_weight_per_sample_broadcasts(shape: tuple[int, ...]) -> None:
-    weight = torch.rand(shape)
-    value = torch.rand(3, 2, 4)
-    product = interpolation.per_sample(weight, value.shape) * value
-    assert product.shape == value.shape
-    want = weight.reshape(-1).expand(3) if weight.numel() == 1 else weight.reshape(3)
-    torch.testing.assert_close(product[:, 0, 0], want * value[:, 0, 0])
+    weights = torch.rand(2, *shape)
+    values = torch.rand(2, 3, 2, 4)
+    product = interpolation.per_sample(weights, values.shape[1:]) * values
+    assert product.shape == values.shape
+    want = weights.reshape(2, -1).expand(2, 3)
+    torch.testing.assert_close(product[:, :, 0, 0], want * values[:, :, 0, 0])
 
 
 @pytest.mark.parametrize("shape", [(2,), (3, 2), (4, 1)])
 def test_other_shapes_of_time_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(TimeArgumentError, match="one number per sample"):
-        interpolation.per_sample(torch.rand(shape), (3, 2, 4))
+        interpolation.per_sample(torch.rand(5, *shape), (3, 2, 4))
 
 
 def test_a_composite_is_summed_in_float32_and_rounded_once() -> None:
     own = torch.tensor([256.0], dtype=torch.bfloat16)
-    small = torch.tensor([0.75], dtype=torch.bfloat16)  # lost one by one beside 256, whose neighbours are 2 apart
-    composite = interpolation.composite(own, [(small, 1.0)] * 4)
+    small = torch.tensor([[0.75]] * 4, dtype=torch.bfloat16)  # lost one by one beside 256, whose neighbours are 2 apart
+    composite = interpolation.composite(own, small, torch.ones(4))
     assert composite.dtype == torch.bfloat16
     assert composite.item() == torch.tensor(259.0).bfloat16().item() != own.item()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_agreement_is_the_cosine_per_sample_averaged(slots: int) -> None:
+    v, at_knots = torch.randn(slots, 4, 3, 2, 5), torch.randn(slots, 2, 3, 2, 5)
+    weights = interpolation.knot_weights(torch.rand(4, 3), torch.tensor([[1.0] * 3, [0.0] * 3]))
+    got = interpolation.agreement(list(v), list(at_knots), weights)
+    guess = torch.einsum("mkb,skbij->smbij", weights, at_knots)
+    flat = [x.permute(1, 2, 0, 3, 4).flatten(2) for x in (v, guess)]
+    torch.testing.assert_close(got, torch.cosine_similarity(*flat, dim=-1).mean(1))
+    v[0, 1, 0, 0, 0] = torch.nan
+    v[:, 2] = 0
+    scores = interpolation.agreement(list(v), list(at_knots), weights)
+    assert scores[1].isnan()
+    assert scores[2] == 0
 
 
 def test_the_algebra_of_exactness() -> None:
@@ -108,18 +184,20 @@ def test_exact_for_a_linear_velocity_on_a_straight_path_and_only_there(lowering:
     straight = _straight(LinearVelocity(6).double(), steps=9)
     _, exact = straight.run(straight.fn)
     for plan in ({"W": 4}, {"knots": (0, 8)}):
-        _, got = straight.run(jagg_fx.transform(straight.fn, lowering=lowering, **plan))
+        _, got = straight.run(jagg_fx.transform(straight.fn, lowering=lowering, cos_threshold=None, **plan))
         assert relative_error(got, exact) < 1e-12
     bent = _straight(LinearVelocity(6).double(), steps=9, bend=1.0)
     _, exact = bent.run(bent.fn)
-    _, got = bent.run(jagg_fx.transform(bent.fn, knots=(0, 8), lowering=lowering))
+    _, got = bent.run(jagg_fx.transform(bent.fn, knots=(0, 8), cos_threshold=None, lowering=lowering))
     assert relative_error(got, exact) > 1e-3
 
 
 def test_index_weights_are_not_exact_where_steps_are_unequal() -> None:
     problem = _straight(LinearVelocity(6).double(), steps=9)
     _, exact = problem.run(problem.fn)
-    _, got = problem.run(jagg_fx.transform(problem.fn, knots=(0, 8), weights="index", lowering="reference"))
+    _, got = problem.run(
+        jagg_fx.transform(problem.fn, knots=(0, 8), weights="index", cos_threshold=None, lowering="reference")
+    )
     assert relative_error(got, exact) > 1e-3
 
 
@@ -144,7 +222,10 @@ def test_the_error_falls_with_the_square_of_the_step() -> None:
             return torch.cat([g.flatten() for g in torch.autograd.grad(outputs.mean(), list(model.parameters()))])
 
         knots = tuple(range(0, steps, 4))
-        exact, got = gradient(fn), gradient(jagg_fx.transform(fn, knots=knots, lowering="reference"))
+        exact, got = (
+            gradient(fn),
+            gradient(jagg_fx.transform(fn, knots=knots, cos_threshold=None, lowering="reference")),
+        )
         spacings.append(4 / (steps - 1))
         errors.append(relative_error(got, exact))
     slope = np.polyfit(np.log(spacings), np.log(errors), 1)[0]

@@ -1,6 +1,7 @@
 import torch
 
 import jagg_fx
+from jagg_fx.guard import DEFAULT_COS_THRESHOLD
 from tests.problems import per_sample_times, reference_model
 
 
@@ -9,7 +10,8 @@ def test_it_claims_nothing_before_the_first_backward_graph() -> None:
     transformed = jagg_fx.transform(problem.fn, lowering="eager")
     for _ in range(2):
         report = transformed.report.to_dict()
-        assert set(report) == {"function", "denoiser", "weights", "lowering", "torch", "rewritten_graphs"}
+        asked = {"weights", "degree", "cos_threshold", "jagg_frac", "debias", "lowering"}
+        assert set(report) == {"function", "denoiser", "torch", "rewritten_graphs"} | asked
         assert report["rewritten_graphs"] == 0
         assert "nothing rewritten yet" in str(transformed.report)
         with torch.no_grad():  # compiles, but no backward
@@ -24,10 +26,16 @@ def test_it_says_what_was_rewritten() -> None:
         "function": "fn",
         "denoiser": "MLP",
         "weights": "time",
+        "degree": 1,
+        "cos_threshold": DEFAULT_COS_THRESHOLD,
+        "jagg_frac": None,
+        "debias": None,
         "lowering": "eager",
         "torch": torch.__version__,
         "rewritten_graphs": 1,
         "steps": 9,
+        "plan": "paper(W=4)",
+        "predicted_error": None,
         "groups": [[0, 3], [4, 7], [8, 8]],
         "knots": [0, 3, 4, 7, 8],
         "interpolated": [1, 2, 5, 6],

@@ -16,7 +16,7 @@ from jagg_fx.demo.task import DigitsTask, Quality, prompts
 from jagg_fx.models.digits_dit import IMAGE_SIZE, NUM_CLASSES, DigitsDiT, load_digits_dit
 from jagg_fx.models.grpo import group_advantages, grpo_loss
 from jagg_fx.models.samplers import Euler, FlowSDE, Replay, Rollout, replay, rollout, schedule
-from jagg_fx.plan import paper
+from jagg_fx.plan import Rule, paper
 
 SAMPLER = FlowSDE(noise_level=0.7)
 LEARNING_RATE = 3e-4
@@ -112,7 +112,9 @@ def make_variants(settings: Settings) -> list[Variant]:
     knots = four_knots(steps)
     return [
         Variant("exact", models[0], exact_replay(models[0], settings.quick), steps),
-        Variant("W=4", models[1], transform(functions[1], W=4, lowering=lowering), len(paper(steps, 4).knots)),
+        Variant(
+            "W=4", models[1], transform(functions[1], W=4, lowering=lowering), len(paper(4).place(steps, Rule()).knots)
+        ),
         Variant(f"{len(knots)} knots", models[2], transform(functions[2], knots=knots, lowering=lowering), len(knots)),
     ]
 

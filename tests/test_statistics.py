@@ -1,0 +1,68 @@
+"""Statistics: right numbers, of the last backward and as means, without an effect on values or gradients."""
+
+import pytest
+import torch
+
+import jagg_fx
+from jagg_fx.plan import Segment
+from tests.problems import BATCH, PROBLEMS, STEPS, per_sample_times, squared
+
+
+@pytest.mark.parametrize("lowering", ["eager", "reference"])
+def test_the_numbers_are_those_of_plain_autograd(lowering: str) -> None:
+    problem = per_sample_times(torch.float64)
+    z, t = problem.args
+    transformed = jagg_fx.transform(problem.fn, knots=(0, 2, 8), lowering=lowering, cos_threshold=-1.0)
+    assert transformed.stats is None
+    norms = []
+    for scale in (1.0, 3.0):
+        transformed(z, t).sum().mul(scale).backward()
+        v = torch.stack([problem.model(z[i], t[i].expand(BATCH)) for i in range(STEPS)]).detach().requires_grad_()
+        torch.stack([squared(z, t, i, v[i]) for i in range(STEPS)], 1).sum().mul(scale).backward()
+        assert v.grad is not None
+        norms.append(v.grad.flatten(1).norm(dim=1).tolist())
+        stats = transformed.stats
+        assert stats is not None
+        assert stats.last.cotangent_norms == pytest.approx(norms[-1], rel=1e-5)
+    assert stats.backwards == 2
+    assert stats.mean.cotangent_norms == pytest.approx([sum(pair) / 2 for pair in zip(*norms, strict=True)], rel=1e-5)
+    w = (t[1] - t[0]) / (t[2] - t[0])
+    cosine = torch.cosine_similarity(v[1], (1 - w) * v[0] + w * v[2]).mean()
+    assert stats.last.scores[Segment(0, 2)] == pytest.approx(float(cosine), rel=1e-5)
+    assert stats.last.jagg_frac == stats.mean.jagg_frac == 1
+    assert stats.last.exact_segments == 0
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_problem_has_them(name: str) -> None:
+    problem = PROBLEMS[name](torch.float64)
+    numbers = []
+    for lowering in ("eager", "reference"):
+        transformed = jagg_fx.transform(problem.fn, lowering=lowering)
+        problem.run(transformed)  # by torch.autograd.grad, which asks for the parameters' gradients only
+        assert transformed.stats is not None
+        numbers.append(transformed.stats.last)
+    assert numbers[0].cotangent_norms == pytest.approx(numbers[1].cotangent_norms, rel=1e-5)
+    assert numbers[0].scores == pytest.approx(numbers[1].scores, abs=1e-5)
+    assert numbers[0].jagg_frac == numbers[1].jagg_frac
+
+
+def test_nothing_to_tell_without_intermediate_steps_or_without_backward() -> None:
+    problem = per_sample_times(torch.float64)
+    transformed = jagg_fx.transform(problem.fn, W=2, lowering="eager")
+    problem.run(transformed)
+    assert transformed.stats is None
+    transformed = jagg_fx.transform(problem.fn, W=4, lowering="eager")
+    transformed(*problem.args)
+    assert transformed.stats is None
+
+
+def test_means_start_anew_with_a_new_plan() -> None:
+    problem = per_sample_times(torch.float64)
+    transformed = jagg_fx.transform(problem.fn, knots=3, lowering="eager", cos_threshold=None)
+    counts = []
+    for _ in range(3):
+        problem.run(transformed)
+        assert transformed.stats is not None
+        counts.append(transformed.stats.backwards)
+    assert counts == [1, 1, 2], "the measuring call had a plan of its own"
