@@ -5,16 +5,20 @@ from typing import Any
 
 from torch import fx
 
-from jagg_fx._compat import invoke_subgraph
+from jagg_fx._compat import cond, invoke_subgraph
 from jagg_fx.passes.find_steps import Step
 
 
 def step_lines(graph: fx.Graph, steps: Sequence[Step]) -> list[str]:
-    """One line per forward and backward call of a step, in the order of the graph, before or after the rewrite."""
+    """One line per call of a step's forward or backward and per branch, in the order of the graph, before or after."""
     forwards = {step.forward: step for step in steps}
     backwards = {step.backward: step for step in steps}
     lines = []
-    for node in graph.find_nodes(op="call_function", target=invoke_subgraph):
+    for node in graph.nodes:
+        if node.target is cond and "segment" in _origin(node):
+            lines.append(_branch(node))
+        if node.target is not invoke_subgraph:
+            continue
         if node in backwards:
             step = backwards[node]
             lines.append(f"backward {step.index:2}  takes {', '.join(map(_cotangent, step.cotangents))}")
@@ -27,6 +31,14 @@ def step_lines(graph: fx.Graph, steps: Sequence[Step]) -> list[str]:
                 f"forward  {forward.index:2}  returns the value, saves {f'{saved} tensors' if saved else 'nothing'}"
             )
     return lines
+
+
+def _branch(node: fx.Node) -> str:
+    a, b = _origin(node)["segment"]
+    steps = ", ".join(map(str, range(a + 1, b)))
+    if node.name.startswith("correction"):
+        return f"cond         one of steps {steps} exactly, if it is drawn"
+    return f"cond         steps {steps} exactly, if their velocities are not interpolated well enough"
 
 
 def _cotangent(node: fx.Node) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from jagg_fx.passes.emit import value
-from jagg_fx.passes.find_steps import Step, output_index, region_name
+from jagg_fx.passes.find_steps import Step, handed_back, output_index
 from jagg_fx.plan import Plan
 
 PASS = "drop_saved"
@@ -34,13 +34,10 @@ def drop_saved(gm: fx.GraphModule, steps: Sequence[Step], plan: Plan) -> None:
 
 
 def _read_inputs_directly(gm: fx.GraphModule, step: Step) -> None:
-    body = getattr(gm, region_name(step.forward)).graph
-    inputs = body.find_nodes(op="placeholder")
-    returned: Any = body.output_node().args[0]
+    operands = handed_back(gm, step.forward)
     for output in list(step.forward.users):
-        source = returned[output_index(output)]
-        if source in inputs:
-            output.replace_all_uses_with(step.operands[inputs.index(source)])
+        if output_index(output) in operands:
+            output.replace_all_uses_with(operands[output_index(output)])
 
 
 def _call(gm: fx.GraphModule, step: Step, name: str, kept: Sequence[int], label: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from jagg_fx._compat import cond, invoke_subgraph
 from jagg_fx.passes.emit import BACKWARD, drop_summand, emit, value
-from jagg_fx.passes.find_steps import Step, output_index
+from jagg_fx.passes.find_steps import Step, handed_back, output_index
 from jagg_fx.passes.score_segments import Choice, Decision
 from jagg_fx.plan import Plan
 
@@ -148,9 +148,11 @@ class _Branches:
         given: dict[Any, fx.Node] = dict(zip(self.step.operands, operands, strict=True))
         slots = dict(zip(self.step.cotangent_positions, cotangents, strict=True))
         arguments: Any = self.step.backward.args
+        own = handed_back(self.gm, self.step.forward)
         for position, argument in enumerate(arguments[2:], start=2):
-            if position not in slots and argument not in given:  # saved by the forward, not one of its operands
-                given[argument] = _getitem(graph, forward, output_index(argument))
+            if position not in slots and argument not in given:  # saved by the forward
+                index = output_index(argument)
+                given[argument] = given[own[index]] if index in own else _getitem(graph, forward, index)
         read = [slots.get(p) or given[argument] for p, argument in enumerate(arguments[2:], start=2)]
         backward = _call_like(graph, self.step.backward, read)
         return [_getitem(graph, backward, output_index(self.step.gradients[p])) for p in self.positions]

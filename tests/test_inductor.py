@@ -1,5 +1,6 @@
 """A chosen few through Inductor, which compiles C++ for each: what interpreting the graphs cannot show."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import jagg_fx
 from tests.problems import PROBLEMS, Problem, path, per_sample_times, relative_error
+from tests.test_guard import KNOTS, pushed, pushes
 
 pytestmark = pytest.mark.inductor
 
@@ -51,6 +53,36 @@ def test_without_intermediate_steps_it_is_plain_torch_compile_to_the_bit(name: s
     assert all(torch.equal(a, b) for a, b in zip(values, plain, strict=True))
 
 
+def test_every_outcome_of_the_guard_in_one_compiled_graph() -> None:
+    model, fn, z, t = pushed()
+    options: dict[str, Any] = {"knots": KNOTS, "cos_threshold": 0.5}
+    transformed = jagg_fx.transform(fn, **options)
+    reference = jagg_fx.transform(fn, lowering="reference", **options)
+    for outcome in itertools.product((True, False), repeat=3):
+        problem = Problem(model, fn, (z, t, pushes(outcome)), list(model.parameters()))
+        _, got = problem.run(transformed)
+        _, want = problem.run(reference)
+        assert relative_error(got, want) < 1e-10, outcome
+        assert transformed.stats is not None
+        assert transformed.stats.last.exact_segments == 3 - sum(outcome)
+        assert reference.stats is not None
+        assert transformed.stats.last.cotangent_norms == pytest.approx(reference.stats.last.cotangent_norms, rel=1e-5)
+    assert transformed.report.graphs == 1
+
+
+def test_corrections_and_statistics() -> None:
+    """Inductor draws numbers of its own; with `fallback_random` they are torch's, and so the reference's."""
+    problem = per_sample_times(torch.float64)
+    options: dict[str, Any] = {"knots": (0, 4, 8), "debias": 0.7, "cos_threshold": 0.0}
+    transformed = jagg_fx.transform(problem.fn, options={"fallback_random": True}, **options)
+    for seed in range(4):
+        gradients = []
+        for function in (transformed, jagg_fx.transform(problem.fn, lowering="reference", **options)):
+            torch.manual_seed(seed)
+            gradients.append(problem.run(function)[1])
+        assert relative_error(*gradients) < 1e-10
+
+
 def test_a_dynamic_batch_compiles_once() -> None:
     transformed, model = None, None
     for batch in (4, 6):
@@ -77,7 +109,11 @@ def test_the_backend_entry_point() -> None:
 
 def test_a_change_of_plan_or_weights_never_meets_a_stale_graph_in_the_cache() -> None:
     problem = per_sample_times(torch.float64)
-    plans: list[dict[str, Any]] = [{"knots": (0, 8)}, {"knots": (0, 8), "weights": "index"}, {"knots": (0, 5, 8)}]
+    plans: list[dict[str, Any]] = [
+        {"knots": (0, 8), "cos_threshold": None},
+        {"knots": (0, 8), "cos_threshold": 0.0},
+        {"knots": (0, 8), "cos_threshold": None, "weights": "index"},
+    ]
     for plan in [*plans, plans[0]]:
         torch.compiler.reset()  # as in a new process that shares the cache on disk
         transformed = jagg_fx.transform(problem.fn, **plan)

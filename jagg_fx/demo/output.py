@@ -56,6 +56,13 @@ def caption(run: Run) -> str:
         f"{done} of {settings.updates} updates, {settings.trained_steps} of {settings.steps} steps trained, "
         f"{settings.groups} prompts x {settings.group_size} samples, seed {settings.seed}; in brackets the ratio to exact."
     ]
+    for variant in run.variants:
+        plan = getattr(variant.replay, "plan", None)
+        if variant.measures and plan is not None:
+            lines.append(
+                f"{variant.name}: placed by the first backward at steps {', '.join(map(str, plan.knots))}, with a predicted "
+                f"relative error of {plan.predicted_error:.2f}; its compile time includes that measurement."
+            )
     if settings.quick:
         lines.append(
             "Quick form: graphs are interpreted (lowering='eager'), so seconds say little about compiled runs."
