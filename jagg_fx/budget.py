@@ -1,10 +1,17 @@
 """Where K knots are worth most: placement by dynamic programming over segments, from measured numbers or the schedule.
 
-The error of step `i` between the knots `a` and `b` is taken to be `e_i = |g_i| |v_i - interpolated v_i| / |v_i|`: the
-size of the cotangent that reaches it times how badly its velocity, standing for its Jacobian, is interpolated. Cotangents of
-different steps are not alike (on-policy they are white noise), so errors add up as squares, and so do those of samples:
+The error of step `i` between the knots `a` and `b` is taken to be
+
+    e_i = |g_i| |J_i| sqrt( |v_i - interpolated v_i|^2 / |v_i|^2 + DRIFT^2 |(t_i - t_a)(t_b - t_i)| / max |t|^2 )
+
+the size of what the step adds to the gradient (its cotangent's, times its Jacobian's) and how badly its Jacobian is
+interpolated: as badly as its velocity, which stands for it, and a part more that grows with the time between the knots, since
+the Jacobian moves where the velocity stands still. Cotangents of different steps are not alike (on-policy they are white
+noise), so errors add up as squares, and so do those of samples:
 
     cost(a, b) = sum over a < i < b of e_i^2          knots = the path 0 -> N-1 of K-1 segments with the least total cost
+
+Both the form and `DRIFT` were found on the digits DiT, where `benchmarks/fidelity.py` shows what they are worth.
 """
 
 import math
@@ -17,9 +24,7 @@ from torch import Tensor
 from jagg_fx import interpolation
 from jagg_fx.errors import PlanError
 
-# Relative error of the gradient over sqrt(sum e_i^2 / sum |g_i|^2): Jacobians are interpolated less well than velocities.
-# The median over the runs of `benchmarks/fidelity.py`, which prints predicted beside measured.
-JACOBIAN_OVER_VELOCITY = 1.0
+DRIFT = 1.5
 
 Errors = Callable[[int, int], Sequence[float]]  # e_i of the steps between two knots
 
@@ -49,9 +54,13 @@ class Schedule:
         return cls(*numbers)
 
     def errors(self, a: int, b: int) -> list[float]:
-        """`e_i` with the interpolation error of a velocity of constant curvature, `(t_i - t_a)(t_b - t_i)`."""
+        """`e_i` for a Jacobian that wanders like a Brownian path: `gain_i sqrt((t_i - t_a)(t_b - t_i) / (t_b - t_a))`."""
         t = self.times
-        return [abs(self.gains[i] * (t[i] - t[a]) * (t[b] - t[i])) for i in range(a + 1, b)]
+
+        def bridge(i: int) -> float:
+            return abs((t[i] - t[a]) * (t[b] - t[i]) / (t[b] - t[a])) if t[a] != t[b] else 0.0
+
+        return [abs(self.gains[i]) * math.sqrt(bridge(i)) for i in range(a + 1, b)]
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Measurements:
     Attributes:
         times: time of every step `[N, *]`.
         values: velocities `[N, B, *]`, one tensor per differentiable value of the denoiser.
-        norms: size `|g_i|` of each step's cotangents per sample `[N, B]`.
+        norms: size of what each step and sample adds to the gradient, `|g_i| |J_i|` `[N, B]`, in any unit.
     """
 
     times: Tensor
@@ -72,16 +81,19 @@ class Measurements:
         """`e_i` of the steps between the knots `a` and `b`, root of the sum of squares over samples."""
         if b - a < 2:
             return []
-        w = interpolation.knot_weights(self.times[a + 1 : b], self.times[[a, b]])
-        missed, size = torch.zeros_like(self.norms[a + 1 : b]), torch.zeros_like(self.norms[a + 1 : b])
+        middle = slice(a + 1, b)
+        w = interpolation.knot_weights(self.times[middle], self.times[[a, b]])
+        missed, size = torch.zeros_like(self.norms[middle]), torch.zeros_like(self.norms[middle])
         for value in self.values:
             v = value.to(interpolation.working_dtype(value.dtype))
             w_a, w_b = (interpolation.per_sample(w[:, k], v.shape[1:]) for k in range(2))
-            middle = v[a + 1 : b]
-            missed += _squares(middle - w_a * v[a] - w_b * v[b])
-            size += _squares(middle)
-        relative = (missed / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt()
-        errors: list[float] = (self.norms[a + 1 : b] * relative).square().sum(1).sqrt().tolist()
+            missed += _squares(v[middle] - w_a * v[a] - w_b * v[b])
+            size += _squares(v[middle])
+        relative = missed / size.clamp(min=torch.finfo(size.dtype).tiny)
+        t = self.times.to(interpolation.working_dtype(self.times.dtype))
+        between = ((t[middle] - t[a]) * (t[b] - t[middle])).abs() / t.abs().amax().square().clamp(min=1e-30)
+        drift = DRIFT**2 * between.reshape(b - a - 1, -1)
+        errors: list[float] = (self.norms[middle].square() * (relative + drift)).sum(1).sqrt().tolist()
         return errors
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from jagg_fx.budget import JACOBIAN_OVER_VELOCITY, Errors, Measurements, Schedule, best_knots
+from jagg_fx.budget import Errors, Measurements, Schedule, best_knots
 from jagg_fx.errors import NotCalibratedError, OptionError, PlanError
 
 FORMAT = 1
@@ -211,7 +211,7 @@ class Budget:
         for knots in best_knots(num_steps, measured.errors):
             plan = _with_errors(shared_knots(num_steps, knots, rule, f"{self}, measured"), measured.errors)
             missed = math.hypot(*plan.step_errors or ())
-            predicted = JACOBIAN_OVER_VELOCITY * missed / size if size else 0.0
+            predicted = missed / size if size else 0.0
             if len(knots) == self.K or (self.max_rel_error is not None and predicted <= self.max_rel_error):
                 break
         return replace(plan, predicted_error=predicted)  # with every step a knot the error is 0, so one always fits

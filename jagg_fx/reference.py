@@ -24,7 +24,7 @@ from jagg_fx.budget import Measurements
 from jagg_fx.config import Config
 from jagg_fx.denoiser import TimeArgument, describe_function, replaced_forward
 from jagg_fx.errors import ChainedStatesError, DropoutError, NoStepsError
-from jagg_fx.plan import Plan, Weights
+from jagg_fx.plan import Calibration, Plan, Weights
 from jagg_fx.report import Rewrite
 from jagg_fx.statistics import FIELDS_PER_STEP, pack
 
@@ -94,7 +94,7 @@ def run(
 
 
 class Measuring:
-    """Collects the cotangents' norms of one run while its backward goes by.
+    """Collects the sizes of cotangents, and of the knots' Jacobians, while one run's backward goes by.
 
     Args:
         plan: the run's plan.
@@ -116,6 +116,8 @@ class Measuring:
         self._on_statistics = on_statistics
         self._scores = self._keep = torch.zeros(0)
         self._squares: dict[tuple[int, int], Tensor] = {}  # by slot and step: squared norms per sample
+        self._composites: dict[int, Tensor] = {}  # by knot: squared norm of `G_k`
+        self._vjps: dict[int, Tensor] = {}  # by knot: squared norm of `J_k^T G_k`
         self._arrived = 0
 
     @property
@@ -141,12 +143,45 @@ class Measuring:
 
         return _map_values(watched, output)
 
+    def run_knot(self, denoiser: nn.Module, k: int) -> Any:
+        """The denoiser's output at a knot, with hooks that note how large its own VJP is.
+
+        The knots share their parameters; views of them, one set per knot, tell their gradients apart.
+        """
+        step = self._steps[k]
+        views = {name: p.view_as(p) for name, p in denoiser.named_parameters() if p.requires_grad}
+        for view in views.values():
+            view.register_hook(functools.partial(_add_square, self._vjps, k))
+        output = torch.func.functional_call(denoiser, views, step.args, step.kwargs)
+        for value in _values(output):
+            if value.requires_grad:
+                value.register_hook(functools.partial(_add_square, self._composites, k))
+        return output
+
     def measurements(self) -> Measurements:
         """What a budget is placed by. Call when `is_complete`."""
+        times = torch.stack([step.time for step in self._steps])
         return Measurements(
-            times=torch.stack([step.time for step in self._steps]),
+            times=times,
             values=tuple(torch.stack([step.leaves[slot].detach() for step in self._steps]) for slot in self._slots),
-            norms=self._norms(),
+            norms=self._norms() * self._jacobian_sizes(times),
+        )
+
+    def _jacobian_sizes(self, times: Tensor) -> Tensor:
+        """`|J_i|` of every step `[N, B or 1]`: `|J_k^T G_k| / |G_k|` at the knots, interpolated between them.
+
+        Where the backward did not pass the hooks at some knot (gradient checkpointing runs the denoiser anew, on the
+        parameters themselves), all count alike.
+        """
+        knots = list(self.plan.knots)
+        if not all(self._composites.get(k) and k in self._vjps for k in knots):
+            return torch.ones_like(self._norms())
+        sizes = torch.stack([(self._vjps[k] / self._composites[k]).sqrt() for k in knots])
+        weights = interpolation.knot_weights(times, times[knots]).to(sizes.device)
+        return (
+            (weights * sizes.to(weights.dtype).reshape(1, -1, *[1] * (weights.dim() - 2)))
+            .sum(1)
+            .reshape(len(times), -1)
         )
 
     def _norms(self) -> Tensor:
@@ -163,6 +198,11 @@ class Measuring:
             norms = self._norms().square().sum(1).sqrt()
             packed = pack(norms, self._scores, self._keep, FIELDS_PER_STEP * self.plan.num_steps)
             self._on_statistics(self.plan, packed)
+
+
+def _add_square(totals: dict[int, Tensor], k: int, gradient: Tensor) -> None:
+    wide = gradient.detach().to(interpolation.working_dtype(gradient.dtype))
+    totals[k] = totals.get(k, 0) + wide.square().sum()
 
 
 def _record(
@@ -220,10 +260,11 @@ def _surrogates(
 ) -> dict[int, Any]:
     """For each step's call, by identity, what the denoiser returns in the second run."""
 
-    def with_gradient(k: int) -> Any:
-        return denoiser(*steps[k].args, **steps[k].kwargs)
+    def with_gradient(i: int) -> Any:
+        return denoiser(*steps[i].args, **steps[i].kwargs)
 
-    outputs = {k: with_gradient(k) for k in plan.knots}
+    measures = isinstance(config.placement, Calibration)
+    outputs = {k: measuring.run_knot(denoiser, k) if measures else with_gradient(k) for k in plan.knots}
     if plan.segments:
         weights = _weights(steps, plan)
         scores, keep = _decide(steps, plan, config, weights)

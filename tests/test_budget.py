@@ -12,7 +12,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import jagg_fx
-from jagg_fx.budget import Measurements, Schedule, best_knots
+from jagg_fx import interpolation
+from jagg_fx.budget import DRIFT, Measurements, Schedule, best_knots
 from jagg_fx.errors import JaggError, OptionError, PlanError
 from jagg_fx.models.samplers import FlowSDE, gains, schedule
 from jagg_fx.plan import Plan, Rule, budget, even, explicit
@@ -92,30 +93,39 @@ def test_the_first_backward_measures_and_the_second_call_is_placed(name: str, lo
     assert again.plan == plan
 
 
-def test_the_measured_numbers_are_the_cotangents_and_the_residuals() -> None:
+def test_the_error_of_a_step() -> None:
+    t, v, norms = torch.tensor([0.8, 0.6, 0.2]), torch.randn(3, 2, 5), torch.rand(3, 2)
+    (error,) = Measurements(t, (v,), norms).errors(0, 2)
+    residual = (v[1] - (2 * v[0] + v[2]) / 3).norm(dim=1) / v[1].norm(dim=1)
+    want = norms[1] * (residual**2 + DRIFT**2 * 0.2 * 0.4 / 0.64).sqrt()
+    assert error == pytest.approx(float(want.norm()))
+
+
+def test_the_measured_numbers_are_those_of_plain_autograd() -> None:
     problem = per_sample_times(torch.float64)
     z, t = problem.args
-    with torch.no_grad():
-        v = torch.stack([problem.model(z[i], t[i].expand(BATCH)) for i in range(STEPS)])
-    v.requires_grad_()
+    v = torch.stack([problem.model(z[i], t[i].expand(BATCH)) for i in range(STEPS)]).detach().requires_grad_()
     torch.stack([squared(z, t, i, v[i]) for i in range(STEPS)], 1).sum().backward()
     assert v.grad is not None
-    gradient = v.grad
-    measured = Measurements(t[:STEPS], (v.detach(),), gradient.norm(dim=-1))
-    w = (t[2] - t[0]) / (t[4] - t[0])
-    v = v.detach()
-    residual = (v[2] - (1 - w) * v[0] - w * v[4]).norm(dim=-1) / v[2].norm(dim=-1)
-    want = (gradient[2].norm(dim=-1) * residual).norm()
-    assert measured.errors(0, 4)[1] == pytest.approx(float(want))
+    knots, middle = [0, 4, 8], [1, 2, 3, 5, 6, 7]  # of the measuring call
+    weights = interpolation.knot_weights(t[middle], t[knots])
+    sizes = []
+    for column, k in enumerate(knots):
+        composite = interpolation.composite(v.grad[k], v.grad[middle], weights[:, column])
+        output = problem.model(z[k], t[k].expand(BATCH))
+        vjp = torch.autograd.grad(output, list(problem.model.parameters()), composite)
+        sizes.append(torch.cat([g.flatten() for g in vjp]).norm() / composite.norm())
+    every = interpolation.knot_weights(t[:STEPS], t[knots]) @ torch.stack(sizes)
 
-    def fn(z: Tensor, t: Tensor) -> Tensor:
-        return torch.stack([squared(z, t, i, problem.model(z[i], t[i].expand(BATCH))) for i in range(STEPS)], 1)
-
-    transformed = jagg_fx.transform(fn, knots=3, lowering="eager")
+    transformed = jagg_fx.transform(problem.fn, knots=3, lowering="eager", cos_threshold=None)
     transformed(z, t).sum().backward()
-    knots = next(k for k in best_knots(STEPS, measured.errors) if len(k) == 3)
+    assert transformed._measuring is not None
+    measured = transformed._measuring.measurements()
+    torch.testing.assert_close(measured.norms, v.grad.norm(dim=-1) * every[:, None])
+    torch.testing.assert_close(measured.values[0], v.detach())
+    placed = next(k for k in best_knots(STEPS, measured.errors) if len(k) == 3)
     assert transformed.plan is not None
-    assert transformed.plan.knots == knots
+    assert transformed.plan.knots == placed
 
 
 def test_a_call_without_backward_measures_nothing_and_loses_nothing() -> None:

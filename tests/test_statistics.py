@@ -28,7 +28,7 @@ def test_the_numbers_are_those_of_plain_autograd(lowering: str) -> None:
     assert stats.mean.cotangent_norms == pytest.approx([sum(pair) / 2 for pair in zip(*norms, strict=True)], rel=1e-5)
     w = (t[1] - t[0]) / (t[2] - t[0])
     cosine = torch.cosine_similarity(v[1], (1 - w) * v[0] + w * v[2]).mean()
-    assert stats.last.scores[Segment(0, 2)] == pytest.approx(float(cosine), rel=1e-5)
+    assert stats.last.scores[Segment(0, 2)] == pytest.approx(cosine.item(), rel=1e-5)
     assert stats.last.jagg_frac == stats.mean.jagg_frac == 1
     assert stats.last.exact_segments == 0
 
