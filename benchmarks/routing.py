@@ -2,8 +2,8 @@
 
     python -m benchmarks.routing
 
-Rollouts as in `benchmarks/fidelity.py`, at several noise levels. For every segment of a trajectory, that is for every pair of
-steps with 1 to 6 others between them, two numbers:
+The trajectories of `benchmarks/trajectories.py` at several noise levels, all steps but the last replayed. For every segment of a
+trajectory, that is for every pair of steps with 1 to 6 others between them, two numbers:
     score            the guard's: cosine between each step's velocity and its interpolation, mean over samples, worst step
     gradient cosine  between the steps' exact share of the gradient, `sum_i J_i^T g_i`, and its interpolation,
                      `sum_i sum_k w_ik J_k^T g_i`, with the sampler's own step weights
@@ -34,7 +34,7 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.fidelity import Case, Trajectory, coordinates, record
+from benchmarks.trajectories import Case, Trajectory, coordinates, record
 from jagg_fx import guard, interpolation
 from jagg_fx.demo.task import DigitsTask
 from jagg_fx.models.digits_dit import load_digits_dit
@@ -173,7 +173,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for routing.json and .png")
     args = parser.parse_args()
     steps, noises, seeds = ([10], [0.0, 0.7], 1) if args.quick else ([10, 20], [0.0, 0.3, 0.7, 1.0], args.seeds)
-    torch.set_num_threads(1)  # the model is small: more threads only wait for each other
     model, task = load_digits_dit(), DigitsTask()
     observations: list[Observation] = []
     routed: list[Routed] = []

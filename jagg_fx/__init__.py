@@ -1,6 +1,7 @@
 """jagg_fx: RL post-training of diffusion and flow models with fewer backward passes through the denoiser."""
 
+from jagg_fx import plan
 from jagg_fx.transform import Transformed, transform
 
-__all__ = ["Transformed", "transform"]
+__all__ = ["Transformed", "plan", "transform"]
 __version__ = "0.1.0"

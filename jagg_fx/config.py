@@ -4,11 +4,11 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jagg_fx.errors import OptionError
 from jagg_fx.guard import DEFAULT_COS_THRESHOLD, Guard, check_debias
-from jagg_fx.plan import Placement, Plan, Rule, Weights, budget, explicit, paper, within_error
+from jagg_fx.plan import Budget, Placement, Plan, Rule, Weights, budget, explicit, paper, within_error
 
 
 class Lowering(enum.StrEnum):
@@ -48,17 +48,18 @@ class Config:
         degree: int | None = None,
         plan: Placement | None = None,
         max_rel_error: float | None = None,
-        cos_threshold: float | None = DEFAULT_COS_THRESHOLD,
+        cos_threshold: float | Literal["auto"] | None = "auto",
         jagg_frac: float | None = None,
         debias: float | None = None,
         lowering: str = "inductor",
         options: Mapping[str, Any] | None = None,
     ) -> "Config":
         """Validate the user's arguments. Raises `PlanError` or `OptionError`."""
+        placement = _placement(W, knots, plan, max_rel_error)
         return cls(
-            placement=_placement(W, knots, plan, max_rel_error),
+            placement=placement,
             rule=_rule(weights, degree, plan),
-            guard=Guard.create(cos_threshold, jagg_frac),
+            guard=Guard.create(_default_threshold(placement) if cos_threshold == "auto" else cos_threshold, jagg_frac),
             debias=check_debias(debias),
             lowering=_choice(Lowering, "lowering", lowering),
             options=tuple(sorted((options or {}).items())),
@@ -106,6 +107,13 @@ def _placement(W: int, knots: object, plan: Placement | None, max_rel_error: flo
     if isinstance(knots, int) and not isinstance(knots, bool):
         return budget(knots)
     return grouping if knots is None else explicit(knots)  # type: ignore[arg-type]
+
+
+def _default_threshold(placement: Placement) -> float | None:
+    """No threshold for knots placed by a measurement: it has weighed already what the cosine only guesses."""
+    is_measured = isinstance(placement, Budget) and placement.schedule is None
+    is_saved = isinstance(placement, Plan) and placement.predicted_error is not None
+    return None if is_measured or is_saved else DEFAULT_COS_THRESHOLD
 
 
 def _rule(weights: str | None, degree: int | None, plan: Placement | None) -> Rule:

@@ -16,7 +16,8 @@ from torch import Tensor
 from jagg_fx.errors import OptionError
 from jagg_fx.plan import Plan
 
-# The knee of `benchmarks/routing.py`: see the README.
+# By `benchmarks/routing.py`, on the digits DiT: the smallest multiple of .05 such that of the segments that score up to .05
+# above it, 90 % have a gradient whose cosine to the exact one is at least .8.
 DEFAULT_COS_THRESHOLD = 0.8
 
 

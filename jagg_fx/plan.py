@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from jagg_fx.budget import Errors, Measurements, Schedule, best_knots
+from jagg_fx.budget import Errors, Measurements, best_knots
+from jagg_fx.budget import Schedule as Schedule
 from jagg_fx.errors import NotCalibratedError, OptionError, PlanError
 
 FORMAT = 1

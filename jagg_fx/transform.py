@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import fx, nn
@@ -23,7 +23,6 @@ from jagg_fx.errors import (
     RaisedInCaptureError,
     SplitStepsError,
 )
-from jagg_fx.guard import DEFAULT_COS_THRESHOLD
 from jagg_fx.outline import outline
 from jagg_fx.plan import Budget, Calibrated, Placement, Plan
 from jagg_fx.report import Report, Rewrite
@@ -44,7 +43,7 @@ def transform(
     degree: int | None = None,
     plan: Placement | None = None,
     max_rel_error: float | None = None,
-    cos_threshold: float | None = DEFAULT_COS_THRESHOLD,
+    cos_threshold: float | Literal["auto"] | None = "auto",
     jagg_frac: float | None = None,
     debias: float | None = None,
     denoiser: nn.Module | None = None,
@@ -76,6 +75,7 @@ def transform(
             that keeps to it is chosen by a measurement as with `knots=K`. The prediction is an estimate, not a bound.
         cos_threshold: a segment between two knots is interpolated where the cosine between its steps' velocities and their
             own interpolation, the worst step's, is at least this; elsewhere its steps get their exact VJPs. None: always.
+            "auto" is 0.8 (`jagg_fx.guard.DEFAULT_COS_THRESHOLD`), and None for knots that a measurement placed.
         jagg_frac: largest share of intermediate steps that are interpolated in one call, best segments first.
         debias: with this probability per segment, one of its steps adds the error that it makes, scaled so that the mean
             gradient is exact (over the draws; with `cos_threshold` too). Costs up to one more pass per segment.
@@ -166,19 +166,19 @@ class Transformed(Generic[P, R]):
         if isinstance(placement, Calibrated) and not placement.plans and torch.is_grad_enabled():
             return self._calibrate(region, args, kwargs)
         try:
-            if self._config.lowering is Lowering.REFERENCE:
-                return self._run_reference(region, self._config, args, kwargs)
-            return self._run_compiled(region, args, kwargs)
+            if self._config.lowering is not Lowering.REFERENCE:
+                return self._run_compiled(region, args, kwargs)
+            outputs, record, _ = self._run_reference(region, self._config, args, kwargs)
+            if record is not None:
+                self._rewrites = [record]
+            return outputs
         except NotCalibratedError:  # a number of steps that no plan was made for
             return self._calibrate(region, args, kwargs)
 
-    def _run_reference(self, region: Region, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        outputs, record, self._measuring = reference.run(
-            self.original, region.denoiser, region.time, config, args, kwargs, self._recorder.record
-        )
-        if record is not None:
-            self._rewrites = [record]
-        return outputs  # type: ignore[no-any-return]
+    def _run_reference(
+        self, region: Region, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[R, Rewrite | None, reference.Measuring | None]:
+        return reference.run(self.original, region.denoiser, region.time, config, args, kwargs, self._recorder.record)
 
     def _run_compiled(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         self._runs = 0
@@ -207,22 +207,26 @@ class Transformed(Generic[P, R]):
         assert isinstance(self._config.placement, Calibrated)
         log.info("the knots of %s are not placed yet: this call measures, by the eager reference", self)
         config = replace(self._config, placement=self._config.placement.budget.calibration())
-        return self._run_reference(region, config, args, kwargs)
+        outputs, _, self._measuring = self._run_reference(region, config, args, kwargs)
+        return outputs
 
     def _finish_calibration(self) -> None:
         """Place the knots by what the last call and its backward measured; without a backward, the next call measures."""
         measuring, self._measuring = self._measuring, None
         placement = self._config.placement
-        if not isinstance(placement, Calibrated) or measuring is None:
-            return
-        known = {plan.num_steps for plan in placement.plans}
-        if measuring.plan.num_steps in known:
-            return
+        assert isinstance(placement, Calibrated)
+        assert measuring is not None
         plan = None
         if measuring.is_complete:
             plan = placement.budget.place_measured(measuring.measurements(), self._config.rule)
         plan = from_rank_zero(plan)
-        if plan is not None:
+        if plan is None:
+            log.warning(
+                "%s could not place its knots: no backward that reached every step followed the call that measured. The next "
+                "call with gradients measures again, by the eager reference.",
+                self,
+            )
+        else:
             log.info("knots of %s: %s", self, plan.knots)
             self._config = replace(self._config, placement=placement.with_plan(plan))
 
@@ -241,7 +245,7 @@ class Transformed(Generic[P, R]):
                 f"{self}.recalibrate(): its knots are not placed by a measurement. Write "
                 f"jagg_fx.transform({describe_function(self.original)}, knots=K) for knots that are."
             )
-        self._measuring = None
+        self._measuring, self._rewrites = None, []
         self._config = replace(self._config, placement=replace(placement, plans=()))
         self._compiled = self._compile()  # graphs compiled so far hold the old knots
 

@@ -107,7 +107,8 @@ class _Branches:
             call.meta = {"val": tuple(value(total) for total in self.sums), **meta}
             results = []
             for n, total in enumerate(self.sums):
-                results.append(self.gm.graph.call_function(operator.getitem, (call, n)))
+                result = self.gm.graph.create_node("call_function", operator.getitem, (call, n), name=f"{name}_sum_{n}")
+                results.append(result)
                 results[n].meta = {"val": value(total), **meta}
         for total, result, users in zip(self.sums, results, readers, strict=True):
             for user in users:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -128,15 +129,23 @@ def test_the_measured_numbers_are_those_of_plain_autograd() -> None:
     assert transformed.plan.knots == placed
 
 
-def test_a_call_without_backward_measures_nothing_and_loses_nothing() -> None:
+def test_a_call_without_backward_measures_nothing_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = per_sample_times(torch.float64)
     transformed = jagg_fx.transform(problem.fn, knots=3, lowering="eager")
     with torch.no_grad():
         assert torch.equal(transformed(*problem.args), problem.fn(*problem.args))
     transformed(*problem.args)
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        sys.modules["jagg_fx.transform"].log, "warning", lambda message, *args: warnings.append(message % args)
+    )
     assert transformed.plan is None
+    (warning,) = warnings
+    assert "could not place its knots" in warning
     problem.run(transformed)
     assert transformed.plan is not None
+    problem.run(transformed)
+    assert transformed.report.graphs == 1, "the measuring call compiles nothing"
 
 
 def test_recalibrate_measures_again() -> None:

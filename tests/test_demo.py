@@ -30,9 +30,10 @@ def test_quick_run_prints_one_table_and_writes_its_files(tmp_path: Path, capsys:
     exact, paper, placed = numbers["variants"]
     assert [v["backward_passes"] for v in numbers["variants"]] == [5, 3, 4]
     assert min(exact["gradient_cosines"]) > 1 - 1e-6
-    for variant in (paper, placed):
-        assert 0.9 < min(variant["gradient_cosines"]) < 1 - 1e-5, "approximate, and said so"
-        assert len(variant["rewards"]) == 2
+    assert 0.9 < min(placed["gradient_cosines"]) < 1 - 1e-5, "approximate, and said so"
+    assert min(paper["gradient_cosines"]) > 0.9, "so few steps lie far apart, and the guard may keep them exact"
+    assert [len(variant["rewards"]) for variant in numbers["variants"]] == [2, 2, 2]
+    assert "knots=4: placed by the first backward at steps 0, " in printed
 
 
 @pytest.mark.slow

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import jagg_fx
 from jagg_fx.config import Config
 from jagg_fx.errors import OptionError, PlanError
+from jagg_fx.guard import DEFAULT_COS_THRESHOLD
 from jagg_fx.plan import Placement, Plan, Rule, Schedule, Segment, Weights, budget, even, explicit, paper
 from tests.problems import per_sample_times
 
@@ -181,3 +183,15 @@ def test_limits_of_the_guard(option: str, values: tuple[object, ...], message: s
     for value in values:
         with pytest.raises(OptionError, match=message):
             jagg_fx.transform(lambda: None, **{option: value})
+
+
+def test_the_threshold_where_none_is_given() -> None:
+    def threshold(**options: Any) -> float | None:
+        return Config.create(**options).guard.cos_threshold
+
+    measured = dataclasses.replace(paper(4).place(9, Rule()), predicted_error=0.2)
+    for options in ({}, {"knots": (0, 8)}, {"plan": even(3)}, {"plan": paper(4).place(9, Rule())}):
+        assert threshold(**options) == DEFAULT_COS_THRESHOLD
+    for options in ({"knots": 4}, {"max_rel_error": 0.2}, {"plan": budget(4)}, {"plan": measured}):
+        assert threshold(**options) is None
+        assert threshold(**options, cos_threshold=0.5) == 0.5

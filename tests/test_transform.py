@@ -28,8 +28,16 @@ from tests.problems import (
 )
 
 CASES: dict[torch.dtype, tuple[float, list[dict[str, Any]]]] = {
-    torch.float64: (1e-10, [{"W": 4}, {"knots": (0, 2, 7, 8)}, {"W": 3, "weights": "index"}]),
-    torch.float32: (1e-5, [{"W": 4}]),
+    torch.float64: (
+        1e-10,
+        [
+            {"W": 4, "cos_threshold": None},
+            {"knots": (0, 2, 7, 8), "cos_threshold": None},
+            {"W": 3, "weights": "index", "cos_threshold": None},
+            {"knots": (0, 4, 8), "degree": 2, "cos_threshold": None},
+        ],
+    ),
+    torch.float32: (1e-5, [{"W": 4, "cos_threshold": None}]),
 }
 # Parameters that a step uses several times: a region adds up their gradient within the step first, plain torch.compile
 # as autograd comes across them. The same sum in another order.
@@ -101,7 +109,7 @@ def test_one_step_is_left_alone() -> None:
 
 def test_bfloat16_sums_in_float32() -> None:
     problem = per_sample_times(torch.bfloat16)
-    plan = {"knots": (0, STEPS - 1)}
+    plan: dict[str, Any] = {"knots": (0, STEPS - 1), "cos_threshold": None}
     _, want = problem.run(jagg_fx.transform(problem.fn, lowering="reference", **plan))
     _, got = problem.run(jagg_fx.transform(problem.fn, lowering="eager", **plan))
     double = per_sample_times(torch.float64)
