@@ -74,7 +74,12 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Any, pass_: CustomGraphPas
     present = options.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
     passes = [] if present is None else list(present) if isinstance(present, (list, tuple)) else [present]
     # `config_patches` reach the backward, which is compiled at the first `.backward()`, after this call returned.
-    patches = {**options, "joint_custom_pre_pass": [*passes, pass_] if passes else pass_}
+    # Branches are compiled for exact strides (see `passes/route_segments.py`), which padding would change.
+    patches = {
+        "comprehensive_padding": False,
+        **options,
+        "joint_custom_pre_pass": [*passes, pass_] if passes else pass_,
+    }
     functorch_config = importlib.import_module("torch._functorch.config")
     with functorch_config.patch(enable_autograd_cache=False), _schemas_once():
         return _probe("torch._inductor.compile_fx", "compile_fx")(gm, inputs, config_patches=patches)

@@ -58,7 +58,7 @@ class Config:
         placement = _placement(W, knots, plan, max_rel_error)
         return cls(
             placement=placement,
-            rule=_rule(weights, degree, plan),
+            rule=_rule(weights, degree, plan, max_rel_error),
             guard=Guard.create(_default_threshold(placement) if cos_threshold == "auto" else cos_threshold, jagg_frac),
             debias=check_debias(debias),
             lowering=_choice(Lowering, "lowering", lowering),
@@ -116,7 +116,7 @@ def _default_threshold(placement: Placement) -> float | None:
     return None if is_measured or is_saved else DEFAULT_COS_THRESHOLD
 
 
-def _rule(weights: str | None, degree: int | None, plan: Placement | None) -> Rule:
+def _rule(weights: str | None, degree: int | None, plan: Placement | None, max_rel_error: float | None) -> Rule:
     if isinstance(plan, Plan):
         asked = Rule(plan.rule.weights if weights is None else _weights(weights), degree or plan.rule.degree)
         if asked != plan.rule:
@@ -127,6 +127,11 @@ def _rule(weights: str | None, degree: int | None, plan: Placement | None) -> Ru
         return asked
     if degree not in (None, 1, 2):
         raise OptionError(f"jagg_fx.transform(fn, degree={degree!r}): weights are linear (1) or quadratic (2) in time.")
+    if degree == 2 and max_rel_error is not None:
+        raise OptionError(
+            f"jagg_fx.transform(fn, degree=2, max_rel_error={max_rel_error!r}): errors are predicted for degree=1 only. Leave "
+            "degree out, or give the number of knots."
+        )
     return Rule(Weights.TIME if weights is None else _weights(weights), degree or 1)
 
 

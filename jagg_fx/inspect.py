@@ -45,7 +45,7 @@ def _cotangent(node: fx.Node) -> str:
     origin = _origin(node)
     if "from" not in origin:
         return "its own cotangent"
-    return f"its own cotangent + weighted cotangents of steps {', '.join(map(str, origin['from']))}"
+    return f"its own cotangent + those of steps {', '.join(map(str, origin['from']))} by their weights in time"
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:

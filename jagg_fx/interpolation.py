@@ -101,7 +101,7 @@ def agreement(values: Sequence[Tensor], at_knots: Sequence[Tensor], weights: Ten
 
     Args:
         values: the velocities `[M, B, *]` of the intermediate steps, one tensor per differentiable value of the denoiser;
-            several count as one long vector.
+            several count as one long vector, without those that have another number of samples than the first.
         at_knots: the same of the knots, `[K, B, *]`.
         weights: `[M, K, *]` from `knot_weights`.
 
@@ -110,6 +110,8 @@ def agreement(values: Sequence[Tensor], at_knots: Sequence[Tensor], weights: Ten
     """
     dots, squares, interpolated_squares = [], [], []
     for v, v_knots in zip(values, at_knots, strict=True):
+        if v.shape[1:2] != values[0].shape[1:2]:
+            continue  # not one per sample as the first value is (a loss beside the velocity)
         dtype = working_dtype(v.dtype)
         v, v_knots = v.to(dtype), v_knots.to(dtype)
         factors = [per_sample(weights[:, k], v.shape[1:]).to(dtype) for k in range(weights.shape[1])]

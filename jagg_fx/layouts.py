@@ -62,7 +62,7 @@ def unify_layouts(gm: fx.GraphModule) -> Tensor:
             if isinstance(example(operand), Tensor) and operand not in shared and not _starts_at_zero(example(operand)):
                 _copy_before(call, operand)
         for value in list(call.users):
-            if isinstance(example(value), Tensor) and example(value).is_floating_point():
+            if isinstance(example(value), Tensor) and example(value).requires_grad:
                 _make_cotangent_contiguous(value, probe)
     gm.graph.lint()
     gm.recompile()

@@ -119,10 +119,14 @@ class Plan:
             if fields.pop("jagg_fx_plan") != FORMAT:
                 raise PlanError(f"{call}: written by another version of jagg_fx. Make the plan again.")
             fields["rule"] = Rule(Weights(fields["rule"]["weights"]), int(fields["rule"]["degree"]))
+            if fields["rule"].degree not in (1, 2):
+                raise ValueError(f"degree {fields['rule'].degree}")
             fields["groups"] = tuple((int(a), int(b)) for a, b in fields["groups"])
             fields["knots"] = tuple(map(int, fields["knots"]))
             if fields["step_errors"] is not None:
                 fields["step_errors"] = tuple(map(float, fields["step_errors"]))
+                if len(fields["step_errors"]) != fields["num_steps"]:
+                    raise ValueError(f"{len(fields['step_errors'])} step_errors for {fields['num_steps']} steps")
             plan = cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, PlanError):
@@ -207,7 +211,7 @@ class Budget:
         if num_steps == 1:
             return replace(shared_knots(1, (0,), rule, f"{self}, measured"), predicted_error=0.0)
         if rule.weights is Weights.INDEX:
-            measured = replace(measured, times=torch.arange(num_steps))
+            measured = replace(measured, times=torch.arange(num_steps, device=measured.norms.device))
         size = float(measured.norms.square().sum().sqrt())
         for knots in best_knots(num_steps, measured.errors):
             plan = _with_errors(shared_knots(num_steps, knots, rule, f"{self}, measured"), measured.errors)
@@ -215,7 +219,8 @@ class Budget:
             predicted = missed / size if size else 0.0
             if len(knots) == self.K or (self.max_rel_error is not None and predicted <= self.max_rel_error):
                 break
-        return replace(plan, predicted_error=predicted)  # with every step a knot the error is 0, so one always fits
+        # With every step a knot the error is 0, so one always fits. The errors are those of linear interpolation.
+        return replace(plan, predicted_error=predicted if rule.degree == 1 else None)
 
     def calibration(self) -> "Calibration":
         """The placement of the call that measures: even knots, so that memory is that of `K` steps and not of all."""

@@ -108,7 +108,7 @@ class Measuring:
     ) -> None:
         self.plan = plan
         self._steps = steps
-        self._slots = [
+        self.slots = [
             slot
             for slot in range(len(steps[0].leaves))
             if all(slot < len(step.leaves) and id(step.leaves[slot]) in needed for step in steps)
@@ -121,12 +121,16 @@ class Measuring:
         self._arrived = 0
 
     @property
-    def is_complete(self) -> bool:
-        return 0 < self._expected == len(self._squares)
+    def is_useful(self) -> bool:
+        """Whether a backward came by, and its numbers are finite and not all zero (as where all rewards are alike)."""
+        if not self._squares:
+            return False
+        size = float(self._norms().sum())
+        return 0 < size < float("inf")
 
     @property
     def _expected(self) -> int:
-        return len(self._slots) * len(self._steps)
+        return len(self.slots) * len(self._steps)
 
     def decided(self, scores: Tensor, keep: Tensor) -> None:
         self._scores, self._keep = scores, keep
@@ -137,7 +141,7 @@ class Measuring:
 
         def watched(value: Tensor) -> Tensor:
             value, slot = value.view_as(value), next(slots)
-            if slot in self._slots:
+            if slot in self.slots and value.requires_grad:
                 value.register_hook(functools.partial(self._note, slot, index))
             return value
 
@@ -159,11 +163,12 @@ class Measuring:
         return output
 
     def measurements(self) -> Measurements:
-        """What a budget is placed by. Call when `is_complete`."""
-        times = torch.stack([step.time for step in self._steps])
+        """What a budget is placed by. Call when `is_useful`."""
+        values = [torch.stack([step.leaves[slot].detach() for step in self._steps]) for slot in self.slots]
+        times = torch.stack([step.time for step in self._steps]).to(values[0].device)
         return Measurements(
             times=times,
-            values=tuple(torch.stack([step.leaves[slot].detach() for step in self._steps]) for slot in self._slots),
+            values=tuple(value for value in values if value.shape[1:2] == values[0].shape[1:2]),
             norms=self._norms() * self._jacobian_sizes(times),
         )
 
@@ -185,16 +190,18 @@ class Measuring:
         )
 
     def _norms(self) -> Tensor:
-        """`|g_i|` per sample `[N, B]`."""
-        steps = range(len(self._steps))
-        squares = [torch.stack([self._squares[slot, i] for i in steps]) for slot in self._slots]
-        return torch.stack(squares).sum(0).sqrt()
+        """`|g_i|` per sample `[N, B]`; a step that the backward did not reach has none."""
+        first = next(iter(self._squares.values()))
+        alike = {key: square for key, square in self._squares.items() if square.shape == first.shape}
+        zero = torch.zeros_like(first)
+        by_step = [sum((alike.get((slot, i), zero) for slot in self.slots), zero) for i in range(len(self._steps))]
+        return torch.stack(by_step).sqrt()
 
     def _note(self, slot: int, index: int, cotangent: Tensor) -> None:
         wide = cotangent.to(interpolation.working_dtype(cotangent.dtype))
         self._squares[slot, index] = wide.square().reshape(wide.shape[0] if wide.dim() else 1, -1).sum(1)
         self._arrived += 1
-        if self._arrived % self._expected == 0 and self.is_complete and self.plan.segments:
+        if self._arrived % self._expected == 0 and self.plan.segments:
             norms = self._norms().square().sum(1).sqrt()
             packed = pack(norms, self._scores, self._keep, FIELDS_PER_STEP * self.plan.num_steps)
             self._on_statistics(self.plan, packed)
@@ -267,7 +274,7 @@ def _surrogates(
     outputs = {k: measuring.run_knot(denoiser, k) if measures else with_gradient(k) for k in plan.knots}
     if plan.segments:
         weights = _weights(steps, plan)
-        scores, keep = _decide(steps, plan, config, weights)
+        scores, keep = _decide(steps, plan, config, weights, measuring.slots)
         measuring.decided(scores, keep)
         factors = _exact_factors(plan, config, keep)
         knots = [_values(outputs[k]) for k in plan.knots]
@@ -301,9 +308,8 @@ def _weights(steps: list[_Call], plan: Plan) -> Tensor:
     return interpolation.knot_weights(t, t_knots, plan.rule.degree).to(device)
 
 
-def _decide(steps: list[_Call], plan: Plan, config: Config, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Score of each segment `[S]` and whether it is interpolated `[S]`."""
-    slots = range(len(steps[0].leaves))
+def _decide(steps: list[_Call], plan: Plan, config: Config, weights: Tensor, slots: list[int]) -> tuple[Tensor, Tensor]:
+    """Score of each segment `[S]`, by the values that the outputs depend on, and whether it is interpolated `[S]`."""
     middle, at_knots = (
         [torch.stack([steps[i].leaves[slot].detach() for i in indices]) for slot in slots]
         for indices in (plan.intermediate, plan.knots)

@@ -91,6 +91,15 @@ class Report:
             "left_exact": self.exact(),
         }
 
+    def _passes(self) -> str:
+        assert self.rewrite is not None
+        plan, config = self.rewrite.plan, self.config
+        guarded = len(plan.intermediate) if config.guard.is_active else 0
+        drawn = len(plan.segments) if config.debias is not None else 0
+        most = len(plan.knots) + max(guarded, drawn)
+        more = f", up to {most} (see stats)" if most > len(plan.knots) else ""
+        return f"{plan.num_steps} -> {len(plan.knots)}{more}"
+
     def _guard(self) -> str:
         guard = self.config.guard
         limits = [] if guard.cos_threshold is None else [f"cosine >= {guard.cos_threshold:g}"]
@@ -110,7 +119,7 @@ class Report:
                 ("plan", report["plan"]),
                 ("groups", ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in report["groups"])),
                 ("knots", ", ".join(map(str, report["knots"]))),
-                ("backward passes", f"{report['backward_passes_before']} -> {report['backward_passes_after']}"),
+                ("backward passes", self._passes()),
                 ("gradients covered", f"{report['tensors_covered']} tensors, {report['elements_covered']:,} elements"),
                 ("left exact", "\n".join(report["left_exact"]) or "nothing: every group has intermediate steps"),
                 ("rewritten graphs", self.graphs),

@@ -58,7 +58,7 @@ def transform(
     **The gradients are approximations.** Values are not: every step's forward is computed as before. Steps between two
     knots lose their own VJP; their cotangents are carried to the knots, weighted by time (JAGG, arXiv 2607.17572). That
     is exact where the velocity is linear in (z, t) along the path, and it is only defined for steps that do not feed
-    each other with gradients: replays of stored latents in the order of time, as in Flow-GRPO, MixGRPO and their kin.
+    each other with gradients: replays of stored latents, as in Flow-GRPO, DanceGRPO, MixGRPO, DDPO and their kin.
 
     Args:
         fn: the function, e.g. `replay(latents, sigmas, labels) -> log_probs`. It calls the denoiser once per step. Of an
@@ -68,7 +68,8 @@ def transform(
         weights: "time" (the default) interpolates by the steps' times, "index" by their position.
         knots: instead of `W`, the indices of the steps that keep their VJP, the first and the last among them; or their
             number, which are then placed where they are worth most: the first call with gradients runs by the eager
-            reference and measures, and the compiled rewrite starts at the second (see `plan` and `recalibrate`).
+            reference and measures, and the compiled rewrite starts at the second (see `plan` and `recalibrate`). With a
+            default process group, every rank must make the same calls: the second broadcasts rank 0's plan.
         degree: 1 (the default) interpolates linearly between the two nearest knots, 2 quadratically between three.
         plan: instead of `W` and `knots`, a placement of `jagg_fx.plan` or a plan made and saved earlier.
         max_rel_error: instead of `knots`, the largest predicted relative error of the gradient; the least number of knots
@@ -160,7 +161,7 @@ class Transformed(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         region = self._current_region(args, kwargs)
-        if self._measuring is not None:
+        if self._measuring is not None and torch.is_grad_enabled():
             self._finish_calibration()
         placement = self._config.placement
         if isinstance(placement, Calibrated) and not placement.plans and torch.is_grad_enabled():
@@ -217,13 +218,13 @@ class Transformed(Generic[P, R]):
         assert isinstance(placement, Calibrated)
         assert measuring is not None
         plan = None
-        if measuring.is_complete:
+        if measuring.is_useful:
             plan = placement.budget.place_measured(measuring.measurements(), self._config.rule)
         plan = from_rank_zero(plan)
         if plan is None:
             log.warning(
-                "%s could not place its knots: no backward that reached every step followed the call that measured. The next "
-                "call with gradients measures again, by the eager reference.",
+                "%s could not place its knots: no backward followed the call that measured, or its gradients were zero or not "
+                "finite. The next call with gradients measures again, by the eager reference.",
                 self,
             )
         else:
@@ -251,11 +252,12 @@ class Transformed(Generic[P, R]):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use: which steps are knots. None before the steps were found (or, with `knots=K`, measured).
+        """The newest plan: which steps are knots. None before the steps were found (or, with `knots=K`, measured).
 
-        With several processes, the knots that a measurement placed appear at the next call: rank 0 decides for all.
+        With several processes, the knots that a measurement placed appear at the next call with gradients: rank 0 decides
+        for all, by a broadcast in which every rank of the default process group takes part.
         """
-        if self._measuring is not None and not is_distributed():
+        if self._measuring is not None and self._measuring.is_useful and not is_distributed():
             self._finish_calibration()
         placement = self._config.placement
         if isinstance(placement, Calibrated):

@@ -1,9 +1,10 @@
 """What becomes of the intermediate steps' own backward calls, now that the knots carry their cotangents.
 
 They are removed. With a guard, each segment gets a `torch.cond` in their place that takes the gradients summed so far:
-interpolated, it hands them on; exact, it runs the steps' forward again and adds their VJPs. The conds stand at the end of the
-backward, where the activations of all knots are gone, so that memory does not grow; their branches are shared by all segments
-of the same length, so that neither does compile time. No autograd runs through cond: the graph is already joint.
+interpolated, it hands copies of them on; exact, it runs the steps' forward again and adds their VJPs. The conds stand at the
+end of the backward, where the activations of all knots are gone, so that the copies and the exact steps find room there; their
+branches are shared by all segments of the same length, to be compiled once. Inductor reads each predicate on the host: one
+synchronisation per segment and backward, and no CUDA graphs. No autograd runs through cond: the graph is already joint.
 
 With the unbiased option a second cond per segment runs the one step that was drawn.
 """
@@ -88,7 +89,12 @@ class _Branches:
         self.differ = [k for k in range(len(operands[0])) if len({own[k] for own in operands}) > 1]
         self.shared = [operands[0][k] for k in range(len(operands[0])) if k not in self.differ]
         self.positions = sorted(self.step.gradients)
-        self.sums = [_sum_of(self.step.gradients[position]) for position in self.positions]
+        sums = [_sum_over_steps(steps, position) for position in self.positions]
+        readers = [list(total.users) for total in sums]
+        self.sums = [_pinned(total) for total in sums]
+        for total, pinned, users in zip(sums, self.sums, readers, strict=True):
+            for user in users:
+                user.replace_input_with(total, pinned)
 
     def own_operands(self, step: Step) -> list[fx.Node]:
         """The operands of a step that are not the same node at every step."""
@@ -97,7 +103,8 @@ class _Branches:
     def call(self, runs: fx.Node, exact: Sequence[_Exact], name: str, origin: dict[str, Any]) -> None:
         """Insert the call at the end of the graph and let all who read the sums read its results."""
         end = self.gm.graph.output_node()
-        inputs = (*self.sums, *self.shared, *(node for step in exact for node in (*step.operands, *step.cotangents)))
+        own = [_contiguous(node) for step in exact for node in (*step.operands, *step.cotangents)]
+        inputs = (*self.sums, *self.shared, *own)
         bodies = self._body(f"exact_vjps_of_{len(exact)}", inputs), self._body(f"no_vjps_of_{len(exact)}", inputs)
         readers = [list(total.users) for total in self.sums]
         meta = {"partitioner_tag": BACKWARD, "custom": {"jagg_fx": origin}}
@@ -159,6 +166,30 @@ class _Branches:
         return [_getitem(graph, backward, output_index(self.step.gradients[p])) for p in self.positions]
 
 
+# Inductor compiles a branch for the fake strides of its inputs, and hands it whatever layout it gave them; an `as_strided`
+# reader holds it to those strides.
+
+
+def _pinned(total: fx.Node) -> fx.Node:
+    """A sum of gradients, in the layout of its fake tensor."""
+    origin = {"pass": PASS, "pinned": total.name}
+    end = total.graph.output_node()
+    return emit(end, lambda x: x.as_strided(x.size(), x.stride()), (total,), name=f"pinned_{total.name}", origin=origin)
+
+
+def _contiguous(node: fx.Node) -> fx.Node:
+    """A contiguous copy of what a step was called with (its time's marker need not have the layout of the time itself)."""
+    if not isinstance(value(node), Tensor):
+        return node
+
+    def contiguous(x: Tensor) -> Tensor:
+        copy = x.clone(memory_format=torch.contiguous_format)
+        return copy.as_strided(copy.size(), copy.stride())
+
+    origin = {"pass": PASS, "copied": node.name}
+    return emit(node.graph.output_node(), contiguous, (node,), name=f"contiguous_{node.name}", origin=origin)
+
+
 def _placeholders(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     placeholders = []
     for n, node in enumerate(inputs):
@@ -188,11 +219,19 @@ def _getitem(graph: fx.Graph, call: fx.Node, index: int) -> fx.Node:
     return _call(graph, operator.getitem, (call, index), value(call)[index])
 
 
-def _sum_of(gradient: fx.Node) -> fx.Node:
-    """The sum over steps that a gradient ends up in, or the gradient itself where it is read by something else."""
-    while len(gradient.users) == 1 and next(iter(gradient.users)).target is torch.ops.aten.add.Tensor:
-        gradient = next(iter(gradient.users))
-    return gradient
+def _sum_over_steps(steps: Sequence[Step], position: int) -> fx.Node:
+    """The sum of all steps' gradients of an operand, or the first step's gradient where they are not added up directly.
+
+    Nothing else may be in the sum: it becomes an input of the branches, and must not depend on what reads their results.
+    """
+    total = steps[0].gradients[position]
+    sums = {step.gradients[position] for step in steps if position in step.gradients}
+    for node in total.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        if len(node.all_input_nodes) == 2 and sums.issuperset(node.all_input_nodes):
+            sums.add(node)
+            if total in node.all_input_nodes and len(total.users) == 1:
+                total = node
+    return total
 
 
 def _remove_backward(step: Step) -> None:

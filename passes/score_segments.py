@@ -1,6 +1,6 @@
 """Decide in the graph which segments are interpolated: scores from the velocities, thresholds, ranks. Changes nothing yet.
 
-The decision needs no synchronisation and no further run of the denoiser: every velocity is there already.
+The decision needs no synchronisation in the forward and no further run of the denoiser: every velocity is there already.
 """
 
 from collections.abc import Sequence
@@ -54,6 +54,8 @@ def score_segments(
     values = [steps[i].values[slot] for slot in slots for i in range(plan.num_steps)]
 
     def scores(weights: Tensor, *flat: Tensor) -> Tensor:
+        if not slots:  # no velocity is known at every step: a guard then keeps all of them exact
+            return torch.full((len(plan.segments),), torch.nan, device=weights.device)
         by_slot = [flat[n : n + plan.num_steps] for n in range(0, len(flat), plan.num_steps)]
         middle, at_knots = (
             [torch.stack([slot[i] for i in indices]) for slot in by_slot] for indices in (plan.intermediate, plan.knots)
@@ -62,19 +64,20 @@ def score_segments(
 
     score = emit(before, scores, (weighing.all, *values), name="scores", origin=origin, tag=None)
     keep = emit(before, lambda s: guard.keep_segments(s, plan, rule), (score,), name="keep", origin=origin, tag=None)
-    choices = () if debias is None else _choose(before, plan, keep, steps[-1].cotangents[0], debias)
+    choices = () if debias is None else _choose(before, plan, keep, steps[-1].cotangents, debias)
     return Decision(score, keep, rule.is_active, choices)
 
 
-def _choose(before: fx.Node, plan: Plan, keep: fx.Node, cotangent: fx.Node, p: float) -> tuple[Choice, ...]:
+def _choose(before: fx.Node, plan: Plan, keep: fx.Node, cotangents: Sequence[fx.Node], p: float) -> tuple[Choice, ...]:
 
-    def drawn(cotangent: Tensor) -> Tensor:
+    def drawn(*cotangents: Tensor) -> Tensor:
         # Numbers that no cotangent reaches could be drawn in the forward and drawn again, differently, in the backward: the
         # partitioner recomputes what it can. This ties them to the backward; for a cotangent that is NaN they do not matter.
-        uniform = guard.draw(plan, cotangent.device)
-        return torch.where(cotangent.flatten()[0].isnan(), torch.zeros_like(uniform), uniform)
+        uniform = guard.draw(plan, cotangents[0].device)
+        is_nan = torch.stack([cotangent.flatten()[0].isnan() for cotangent in cotangents]).any()
+        return torch.where(is_nan, torch.zeros_like(uniform), uniform)
 
-    numbers = emit(before, drawn, (cotangent,), name="drawn", origin={"pass": PASS})
+    numbers = emit(before, drawn, cotangents, name="drawn", origin={"pass": PASS})
     corrections = Correction.of_segments(plan, p)
     return tuple(_choice(before, s, plan, corrections[s], numbers, keep) for s in range(len(plan.segments)))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import jagg_fx
 from tests.problems import PROBLEMS, Problem, path, per_sample_times, relative_error
@@ -70,7 +71,42 @@ def test_every_outcome_of_the_guard_in_one_compiled_graph() -> None:
     assert transformed.report.graphs == 1
 
 
-def test_corrections_and_statistics() -> None:
+def test_exact_branches_meet_the_layouts_they_were_compiled_for() -> None:
+    """Losses and states whose memory is not in the order of their dimensions."""
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 3, 3, padding=1)).double()
+
+    class Denoiser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = model
+
+        def forward(self, z: Tensor, t: Tensor) -> Tensor:
+            v: Tensor = self.body(z * t)
+            return v
+
+    denoiser = Denoiser()
+    z = torch.randn(10, 2, 3, 5, 4, dtype=torch.float64).transpose(-1, -2)
+    t = torch.linspace(1, 0.2, 10, dtype=torch.float64)
+
+    def fn(z: Tensor, t: Tensor) -> Tensor:
+        losses = []
+        for i in range(9):
+            state = z[i].contiguous(memory_format=torch.channels_last)
+            v = denoiser(state, t[i]).permute(0, 3, 1, 2)
+            losses.append((v - z[i + 1].permute(0, 3, 1, 2)).square().flatten(1).mean(1))
+        return torch.stack(losses)
+
+    problem = Problem(denoiser, fn, (z, t), list(denoiser.parameters()))
+    _, exact = problem.run(fn)
+    for options in ({"jagg_frac": 0.0}, {"cos_threshold": -1.0}):
+        transformed = jagg_fx.transform(fn, knots=(0, 2, 5, 8), **options)
+        _, got = problem.run(transformed)
+        _, want = problem.run(jagg_fx.transform(fn, knots=(0, 2, 5, 8), lowering="reference", **options))
+        assert relative_error(got, want) < 1e-10
+        assert (relative_error(got, exact) < 1e-10) == ("jagg_frac" in options)
+
+
+def test_corrections() -> None:
     """Inductor draws numbers of its own; with `fallback_random` they are torch's, and so the reference's."""
     problem = per_sample_times(torch.float64)
     options: dict[str, Any] = {"knots": (0, 4, 8), "debias": 0.7, "cos_threshold": 0.0}

@@ -139,6 +139,11 @@ def test_a_plan_survives_json() -> None:
         ("[]", "not a saved plan"),
         ("{}", "not a saved plan.*jagg_fx_plan"),
         ('{"jagg_fx_plan": 0}', "another version"),
+        (paper(4).place(5, Rule()).to_json().replace('"degree": 1', '"degree": 3'), "degree 3"),
+        (
+            paper(4).place(5, Rule()).to_json().replace('"step_errors": null', '"step_errors": [1]'),
+            "1 step_errors for 5",
+        ),
         (paper(4).place(5, Rule()).to_json().replace("[0, 3, 4]", "[0, 3]"), r"Write knots=\(0, 3, 4\)"),
         (paper(4).place(5, Rule()).to_json().replace("[0, 3, 4]", "[0, 3, 9]"), "has 5 steps"),
     ],

@@ -4,10 +4,12 @@ import contextlib
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jagg_fx.passes import manager
+from jagg_fx.plan import Rule
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README.read_text(), re.DOTALL)
@@ -34,6 +36,16 @@ def test_the_example_prints_what_the_readme_shows(monkeypatch: pytest.MonkeyPatc
 
     assert lines(printed.getvalue()) == lines(report)
     assert lines("\n".join(logged)) == lines(graph)
+
+
+def test_the_knots_sample_runs() -> None:
+    (example,) = _blocks("python")
+    (sample,) = (block for block in _blocks("py") if "recalibrate" in block)
+    names: dict[str, Any] = {}
+    exec(compile(example.partition("fast =")[0], str(README), "exec"), names)
+    exec(compile(sample, str(README), "exec"), names)
+    assert names["resumed"].plan is None
+    assert names["schedule_alone"].place(9, Rule()).knots[-1] == 8
 
 
 def test_links_and_pictures_are_there() -> None:

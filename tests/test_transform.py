@@ -32,8 +32,7 @@ CASES: dict[torch.dtype, tuple[float, list[dict[str, Any]]]] = {
         1e-10,
         [
             {"W": 4, "cos_threshold": None},
-            {"knots": (0, 2, 7, 8), "cos_threshold": None},
-            {"W": 3, "weights": "index", "cos_threshold": None},
+            {"knots": (0, 2, 7, 8), "weights": "index", "cos_threshold": None},
             {"knots": (0, 4, 8), "degree": 2, "cos_threshold": None},
         ],
     ),
