@@ -10,6 +10,7 @@ A `Plan` is its own placement: a saved one is used as it is.
 
 import dataclasses
 import enum
+import functools
 import itertools
 import json
 import math
@@ -213,8 +214,9 @@ class Budget:
         if rule.weights is Weights.INDEX:
             measured = replace(measured, times=torch.arange(num_steps, device=measured.norms.device))
         size = float(measured.norms.square().sum().sqrt())
-        for knots in best_knots(num_steps, measured.errors):
-            plan = _with_errors(shared_knots(num_steps, knots, rule, f"{self}, measured"), measured.errors)
+        errors = functools.cache(measured.errors)  # each number of knots asks for the same segments
+        for knots in best_knots(num_steps, errors):
+            plan = _with_errors(shared_knots(num_steps, knots, rule, f"{self}, measured"), errors)
             missed = math.hypot(*plan.step_errors or ())
             predicted = missed / size if size else 0.0
             if len(knots) == self.K or (self.max_rel_error is not None and predicted <= self.max_rel_error):

@@ -92,9 +92,7 @@ class _Branches:
         sums = [_sum_over_steps(steps, position) for position in self.positions]
         readers = [list(total.users) for total in sums]
         self.sums = [_pinned(total) for total in sums]
-        for total, pinned, users in zip(sums, self.sums, readers, strict=True):
-            for user in users:
-                user.replace_input_with(total, pinned)
+        _read_instead(readers, sums, self.sums)
 
     def own_operands(self, step: Step) -> list[fx.Node]:
         """The operands of a step that are not the same node at every step."""
@@ -117,9 +115,7 @@ class _Branches:
                 result = self.gm.graph.create_node("call_function", operator.getitem, (call, n), name=f"{name}_sum_{n}")
                 results.append(result)
                 results[n].meta = {"val": value(total), **meta}
-        for total, result, users in zip(self.sums, results, readers, strict=True):
-            for user in users:
-                user.replace_input_with(total, result)
+        _read_instead(readers, self.sums, results)
         self.sums = results
 
     def _body(self, name: str, inputs: Sequence[fx.Node]) -> str:
@@ -188,6 +184,12 @@ def _contiguous(node: fx.Node) -> fx.Node:
 
     origin = {"pass": PASS, "copied": node.name}
     return emit(node.graph.output_node(), contiguous, (node,), name=f"contiguous_{node.name}", origin=origin)
+
+
+def _read_instead(readers: Sequence[Sequence[fx.Node]], old: Sequence[fx.Node], new: Sequence[fx.Node]) -> None:
+    for users, before, after in zip(readers, old, new, strict=True):
+        for user in users:
+            user.replace_input_with(before, after)
 
 
 def _placeholders(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[fx.Node]:
