@@ -87,18 +87,14 @@ class Measurements:
         for value in self.values:
             v = value.to(interpolation.working_dtype(value.dtype))
             w_a, w_b = (interpolation.per_sample(w[:, k], v.shape[1:]) for k in range(2))
-            missed += _squares(v[middle] - w_a * v[a] - w_b * v[b])
-            size += _squares(v[middle])
+            missed += interpolation.squared_norms(v[middle] - w_a * v[a] - w_b * v[b])
+            size += interpolation.squared_norms(v[middle])
         relative = missed / size.clamp(min=torch.finfo(size.dtype).tiny)
         t = self.times.to(interpolation.working_dtype(self.times.dtype))
         between = ((t[middle] - t[a]) * (t[b] - t[middle])).abs() / t.abs().amax().square().clamp(min=1e-30)
         drift = DRIFT**2 * between.reshape(b - a - 1, -1)
         errors: list[float] = (self.norms[middle].square() * (relative + drift)).sum(1).sqrt().tolist()
         return errors
-
-
-def _squares(x: Tensor) -> Tensor:
-    return x.square().reshape(x.shape[0], x.shape[1] if x.dim() > 1 else 1, -1).sum(-1)
 
 
 def best_knots(num_steps: int, errors: Errors) -> Iterator[tuple[int, ...]]:

@@ -126,6 +126,12 @@ def agreement(values: Sequence[Tensor], at_knots: Sequence[Tensor], weights: Ten
     return cosine.mean(1)
 
 
+def squared_norms(x: Tensor) -> Tensor:
+    """Sum of squares per step and sample `[N, B]` (`[N, 1]` without samples) of `[N, B, *]`, in float32 or better."""
+    squares = x.to(working_dtype(x.dtype)).square()
+    return squares.reshape(x.shape[0], x.shape[1] if x.dim() > 1 else 1, -1).sum(-1)
+
+
 def cotangent_norms(cotangents: Sequence[Tensor]) -> Tensor:
     """`|g_i|` of each step `[N]` from its cotangents `[N, B, *]`, one tensor per differentiable value."""
     squares = [g.to(working_dtype(g.dtype)).square().reshape(g.shape[0], -1).sum(1) for g in cotangents]

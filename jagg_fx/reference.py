@@ -198,8 +198,7 @@ class Measuring:
         return torch.stack(by_step).sqrt()
 
     def _note(self, slot: int, index: int, cotangent: Tensor) -> None:
-        wide = cotangent.to(interpolation.working_dtype(cotangent.dtype))
-        self._squares[slot, index] = wide.square().reshape(wide.shape[0] if wide.dim() else 1, -1).sum(1)
+        self._squares[slot, index] = interpolation.squared_norms(cotangent[None])[0]
         self._arrived += 1
         if self._arrived % self._expected == 0 and self.plan.segments:
             norms = self._norms().square().sum(1).sqrt()
