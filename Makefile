@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-quick test lint types benchmarks clean
+.PHONY: demo demo-quick test test-matrix lint types benchmarks clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m jagg_fx demo $(ARGS)
@@ -13,8 +13,15 @@ demo: $(INSTALLED)
 demo-quick: $(INSTALLED)
 	$(BIN)/python -m jagg_fx demo --quick $(ARGS)
 
+# Two workers, one thread each: most of the time is torch.compile's own Python.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# Every cell of the compatibility table, about an hour on 2 cores; writes it into the README.
+test-matrix: $(INSTALLED)
+	$(PYTEST) tests/test_matrix.py --matrix $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -7,7 +7,9 @@ sentence instead of an `ImportError` from deep inside.
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,10 +18,12 @@ from torch import fx
 from jagg_fx.errors import (
     BackwardInsideError,
     DynamoFailedError,
+    FakeImplementationError,
     GraphBreakError,
     JaggError,
     NotARegionError,
     RaisedInCaptureError,
+    SchedulerError,
     UnsupportedTorchError,
 )
 
@@ -45,15 +49,116 @@ else:
     CustomGraphPass = _probe("torch._inductor.custom_graph_pass", "CustomGraphPass")
 
 
-def mark_region(fn: F) -> F:
-    """Mark `fn` as a nested compile region whose number of distinct traces is not limited."""
+def mark_region(fn: F, key: Callable[..., int]) -> F:
+    """Mark `fn` as a nested compile region; Dynamo traces it once for all calls with the same `key(*args, **kwargs)`."""
     region = _probe("torch.compiler", "nested_compile_region")
-    if "max_reuse_entries" in inspect.signature(region).parameters:
-        # A function of many steps with Python values that change is refused with our own message, not torch's.
-        marked: F = region(fn, max_reuse_entries=1_000_000)
-    else:
-        marked = region(fn)
+    if "reuse_hash_fn" not in inspect.signature(region).parameters:
+        raise UnsupportedTorchError("torch.compiler.nested_compile_region(reuse_hash_fn=...)", torch.__version__)
+    # A function of many steps with Python values that change is refused with our own message, not torch's.
+    marked: F = region(fn, max_reuse_entries=1_000_000, reuse_hash_fn=key)
     return marked
+
+
+def trace_time_hook() -> Callable[[Callable[[Any], None]], None]:
+    """A function for code that Dynamo traces: `hook(note)` runs `note(context)` while the call is being traced."""
+    hook: Callable[[Callable[[Any], None]], None] = _probe("torch._dynamo.comptime", "comptime")
+    return hook
+
+
+def describe_locals(context: Any, names: Sequence[str]) -> Any:
+    """Local variables of the function that called the `trace_time_hook`: constants as they are, tensors by their metadata.
+
+    Equal descriptions are alike in everything but the tensors' elements; which of the tensors are one and the same is in them.
+    """
+    seen: list[fx.Node] = []
+
+    def tensor(node: fx.Node, example: torch.Tensor) -> Any:
+        if node not in seen:
+            seen.append(node)
+        kind = (example.dtype, example.device, tuple(example.shape), example.stride(), example.requires_grad)
+        return (*kind, seen.index(node))
+
+    return [_describe(_variable(context, name), tensor) for name in names]
+
+
+def depends_on(context: Any, name: str, targets: set[Any]) -> bool:
+    """Whether tensors in a local variable of the function being traced are computed from a node with one of the targets."""
+    pending: list[fx.Node] = []
+    _describe(_variable(context, name), lambda node, example: pending.append(node))
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node.target in targets:
+            return True
+        new = set(node.all_input_nodes) - seen
+        seen |= new
+        pending += new
+    return False
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Something that a function being traced has changed; the real object is still as it was.
+
+    Attributes:
+        owner: identity of the object; None for a global variable.
+        name: the attribute or variable; None for a container, whose contents were changed.
+        value: what it is now: constants as they are, tensors by what computes them.
+    """
+
+    owner: int | None
+    name: str | None
+    value: Any
+
+
+def pending_mutations(context: Any) -> list[Mutation]:
+    """All changes so far of objects that were there before the trace."""
+    from torch._dynamo.variables.base import ValueMutationExisting
+
+    effects = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
+    owners = {id(variable): owner for owner, variable in effects.id_to_variable.items()}
+    found = []
+    for target, attributes in effects.store_attr_mutations.items():
+        is_global = type(target).__name__ in ("NewGlobalVariable", "PythonModuleVariable")
+        if is_global or getattr(target, "source", None) is not None:
+            owner = None if is_global else owners.get(id(target), id(getattr(target, "value", target)))
+            found += [Mutation(owner, name, _describe(value, _by_node)) for name, value in attributes.items()]
+    for owner, variable in effects.id_to_variable.items():
+        kind = getattr(variable, "mutation_type", None)
+        if isinstance(kind, ValueMutationExisting) and kind.is_modified:
+            found.append(Mutation(owner, None, _describe(variable, _by_node)))
+    return found
+
+
+def _by_node(node: fx.Node, example: torch.Tensor) -> Any:
+    given = getattr(node.meta.get("grapharg"), "example", None)
+    return tensor_identity(given) if isinstance(given, torch.Tensor) else ("computed by", node.name)
+
+
+def tensor_identity(tensor: torch.Tensor) -> tuple[str, int]:
+    """What stands for a tensor that existed before the trace in `Mutation.value`."""
+    return ("tensor", id(tensor))
+
+
+def _variable(context: Any, name: str) -> Any:
+    return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+
+
+def _describe(variable: Any, tensor: Callable[[fx.Node, torch.Tensor], Any]) -> Any:
+    variable = variable.realize()
+    if hasattr(variable, "sym_num"):
+        return variable.sym_num
+    if variable.is_python_constant():
+        return variable.as_python_constant()
+    node = getattr(getattr(variable, "proxy", None), "node", None)
+    if node is not None and isinstance(example := node.meta.get("example_value"), torch.Tensor):
+        return tensor(node, example)
+    items = getattr(variable, "items", None)
+    if isinstance(items, dict):
+        return {_describe(getattr(key, "vt", key), tensor): _describe(value, tensor) for key, value in items.items()}
+    if isinstance(items, (list, tuple)):
+        return [_describe(item, tensor) for item in items]
+    return (type(variable).__name__, id(getattr(variable, "value", variable)))
 
 
 def compile_isolated(fn: Callable[..., Any], backend: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
@@ -130,6 +235,11 @@ def without_source(placeholder: fx.Node) -> None:
     node._dynamo_source = None
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version
+
+
 def sets_grad_mode(node: fx.Node) -> bool:
     """Whether a node of a Dynamo graph enters or leaves no_grad."""
     return node.op == "call_function" and node.target is _probe("torch._C", "_set_grad_enabled")
@@ -169,13 +279,42 @@ def dynamo_settings() -> Iterator[None]:
     # every region and has no such switch.)
     if hasattr(config, "inline_single_use_invoke_subgraph"):
         settings["inline_single_use_invoke_subgraph"] = False
-    with config.patch(settings):
+    with config.patch(settings), _nested_calls_once():
         yield
 
 
 @contextlib.contextmanager
-def dynamo_errors(function: str, dynamic: bool) -> Iterator[None]:
-    """Turn what Dynamo raises into our own errors: those a backend raised come out as they were, graph breaks named."""
+def _nested_calls_once() -> Iterator[None]:
+    """Let Dynamo prune a checkpointed block inside a region once, not once for each call of the region.
+
+    Torch 2.13 lists a call inside a region again for each call of the region, renumbers its outputs as often, and trips over an
+    assertion where one of them is unused ("Expected unused getitem node"; Qwen-Image with gradient checkpointing).
+    """
+    try:
+        module: Any = importlib.import_module("torch._dynamo.dce_extra_outputs")
+        collect = module._collect_all_subgraph_usages
+    except (ImportError, AttributeError):  # another torch, without the pass or with another one
+        yield
+        return
+
+    def collect_once(gm: fx.GraphModule, callers: dict[int, list[Any]]) -> None:
+        collect(gm, callers)
+        for found in callers.values():
+            found[:] = {call: (parent, name, call) for parent, name, call in found}.values()
+
+    module._collect_all_subgraph_usages = collect_once
+    try:
+        yield
+    finally:
+        module._collect_all_subgraph_usages = collect
+
+
+@contextlib.contextmanager
+def dynamo_errors(function: str, dynamic: bool, buffers: Sequence[str]) -> Iterator[None]:
+    """Turn what Dynamo raises into our own errors: those a backend raised come out as they were, graph breaks named.
+
+    `buffers` are the denoiser's, by name.
+    """
     exc = importlib.import_module("torch._dynamo.exc")
     try:
         yield
@@ -183,24 +322,37 @@ def dynamo_errors(function: str, dynamic: bool) -> Iterator[None]:
         if isinstance(error.inner_exception, JaggError):
             raise error.inner_exception from None
         if "in-place input or buffer mutations" in str(error):
-            raise NotARegionError.mutation() from error
+            raise NotARegionError.mutation(buffers) from error
         raise
     except (exc.InternalTorchDynamoError, AssertionError) as error:
         if isinstance(error, AssertionError) and "from user code" not in str(error):
             raise  # the user's own, from code that runs outside the graph
         raise DynamoFailedError(function, torch.__version__, str(error).strip().splitlines()[0], dynamic) from error
-    except (exc.Unsupported, exc.UserError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
-        where = _user_line(getattr(error, "real_stack", None))
-        if "Observed exception" in reason:
+    except exc.TorchRuntimeError as error:
+        if operator := re.search(r"no fake impl registered for <?(?:CustomOpDef\()?([\w:.]+)", str(error)):
+            raise FakeImplementationError(function, operator.group(1)) from error
+        raise
+    except (exc.Unsupported, exc.UserError, exc.UncapturedHigherOrderOpError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        if isinstance(error, exc.UncapturedHigherOrderOpError):  # the first line says that it lies inside the denoiser
+            lines = lines[1:]
+        reason = next(iter(lines), "no reason given")
+        if "aliasing during higher order op" in reason:  # a region cannot take one tensor twice
+            raise DynamoFailedError(function, torch.__version__, reason, dynamic) from error
+        where, inside = _user_lines(getattr(error, "real_stack", None))
+        if "/diffusers/schedulers/" in inside:
+            raise SchedulerError(function, where, inside, reason) from error
+        if "Observed exception" in reason or reason.startswith("raised exception"):
             raise RaisedInCaptureError(function, where, reason) from error
         if "autograd.grad" in reason or ".backward()" in reason:
             raise BackwardInsideError(function, where) from error
         raise GraphBreakError(function, where, reason) from error
 
 
-def _user_line(stack: Any) -> str:
-    """The innermost line of user code on Dynamo's stack."""
+def _user_lines(stack: Any) -> tuple[str, str]:
+    """The innermost line of the user's own code on Dynamo's stack, and the innermost one outside torch and jagg_fx."""
     ours = (importlib.import_module("jagg_fx").__path__[0], torch.__path__[0])
     frames = [frame for frame in stack or () if not frame.filename.startswith(ours)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown"
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    where, inside = (f"{f[-1].filename}:{f[-1].lineno}: {f[-1].line}" if f else "unknown" for f in (own, frames))
+    return where, inside

@@ -8,15 +8,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from jagg_fx._compat import compile_with_inductor, compile_with_interpreter
-from jagg_fx.config import Config, Lowering
+from jagg_fx.config import Chain, Config, Lowering
 from jagg_fx.denoiser import check_denoiser
 from jagg_fx.errors import OptionError
 from jagg_fx.layouts import denoiser_calls, unify_layouts
 from jagg_fx.outline import outline
 from jagg_fx.passes.manager import JaggPass
-from jagg_fx.plan import Plan
 from jagg_fx.report import Report, Rewrite
-from jagg_fx.statistics import make_probe, on_backward
+from jagg_fx.statistics import Plans, make_probe, on_backward
 from jagg_fx.unstack import unstack_inputs
 
 log = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ def lower(
     inputs: Any,
     config: Config,
     on_rewrite: Callable[[Rewrite], None],
-    on_statistics: Callable[[Plan, Tensor], None],
+    on_statistics: Callable[[Plans, Tensor], None],
 ) -> Any:
     """Compile a captured graph with the passes on its joint graph.
 
@@ -35,7 +34,7 @@ def lower(
         gm, inputs: as a Dynamo backend gets them.
         config: what the user asked for.
         on_rewrite: receives the record of every joint graph that was rewritten.
-        on_statistics: receives the plan and the packed statistics of every backward with intermediate steps.
+        on_statistics: receives the streams' plans and the packed statistics of every backward with intermediate steps.
     """
     if not denoiser_calls(gm):
         return _compile(gm, inputs, JaggPass(config, on_rewrite), config)
@@ -49,8 +48,8 @@ def lower(
     def run(*inputs: Any) -> Any:
         probe = make_probe(example_probe.numel(), example_probe.device)
         outputs = compiled(*unstack(inputs), probe)
-        if rewrites and rewrites[0].plan.segments:
-            on_backward(outputs, probe, functools.partial(on_statistics, rewrites[0].plan))
+        if rewrites and any(plan.segments for plan in rewrites[0].plans):
+            on_backward(outputs, probe, functools.partial(on_statistics, rewrites[0].plans))
         return outputs
 
     return run
@@ -79,11 +78,16 @@ def jagg(gm: fx.GraphModule, inputs: Any, *, options: Mapping[str, Any] | None =
             "torch.compile(fn, backend='jagg', options={'lowering': 'reference'}): the reference runs the function itself, "
             "which a backend never sees. Write jagg_fx.transform(fn, lowering='reference')."
         )
+    if config.chain is Chain.STOP:
+        raise OptionError(
+            "torch.compile(fn, backend='jagg', options={'chain': 'stop'}): a backend comes too late to cut a gradient. Write "
+            "jagg_fx.transform(fn, chain='stop')."
+        )
     calls, name = outline(gm, None if denoiser is None else check_denoiser(denoiser))
     if not calls:
         log.warning("no call of a trainable module in this graph: it is compiled as it is, nothing is rewritten")
 
     def report(rewrite: Rewrite) -> None:
-        log.info("%s", Report("fn", name, config, rewrite, 1))
+        log.info("%s", Report("fn", (name,), config, rewrite, 1))
 
-    return lower(gm, inputs, config, report, lambda plan, packed: None)
+    return lower(gm, inputs, config, report, lambda plans, packed: None)

@@ -8,7 +8,27 @@ from typing import Any, Literal
 
 from jagg_fx.errors import OptionError
 from jagg_fx.guard import DEFAULT_COS_THRESHOLD, Guard, check_debias
-from jagg_fx.plan import Budget, Placement, Plan, Rule, Weights, budget, explicit, paper, within_error
+from jagg_fx.plan import (
+    Budget,
+    Calibrated,
+    Calibration,
+    PerStream,
+    Placement,
+    Plan,
+    Rule,
+    Weights,
+    budget,
+    explicit,
+    paper,
+    within_error,
+)
+
+
+class Chain(enum.StrEnum):
+    """What happens where a gradient flows into a step's state."""
+
+    ERROR = "error"
+    STOP = "stop"
 
 
 class Lowering(enum.StrEnum):
@@ -29,14 +49,16 @@ class Config:
         guard: which segments are interpolated.
         debias: probability of the unbiased correction per segment, or None.
         lowering: Inductor, interpreted graphs, or the eager reference.
+        chain: refuse or cut gradients that flow into a step's state.
         options: Inductor's own options, as `torch.compile(options=...)` takes them.
     """
 
-    placement: Placement
+    placement: Placement | PerStream | Calibrated | Calibration
     rule: Rule
     guard: Guard
     debias: float | None
     lowering: Lowering
+    chain: Chain
     options: tuple[tuple[str, Any], ...]
 
     @classmethod
@@ -46,12 +68,13 @@ class Config:
         knots: int | Sequence[int] | None = None,
         weights: str | None = None,
         degree: int | None = None,
-        plan: Placement | None = None,
+        plan: Placement | Sequence[Placement] | None = None,
         max_rel_error: float | None = None,
         cos_threshold: float | Literal["auto"] | None = "auto",
         jagg_frac: float | None = None,
         debias: float | None = None,
         lowering: str = "inductor",
+        chain: str = "error",
         options: Mapping[str, Any] | None = None,
     ) -> "Config":
         """Validate the user's arguments. Raises `PlanError` or `OptionError`."""
@@ -62,6 +85,7 @@ class Config:
             guard=Guard.create(_default_threshold(placement) if cos_threshold == "auto" else cos_threshold, jagg_frac),
             debias=check_debias(debias),
             lowering=_choice(Lowering, "lowering", lowering),
+            chain=_choice(Chain, "chain", chain),
             options=tuple(sorted((options or {}).items())),
         )
 
@@ -77,16 +101,25 @@ class Config:
             )
         return cls.create(**options)
 
-    def plan(self, num_steps: int) -> Plan:
-        """The plan for a function of `num_steps` steps. Raises `PlanError` if there is none."""
+    def plan(self, num_steps: int, stream: int = 0, streams: int = 1) -> Plan:
+        """The plan for one of several streams, of `num_steps` steps. Raises `PlanError` if there is none."""
+        if isinstance(self.placement, Calibration) and streams > 1 and self.placement.K is not None:
+            short = dataclasses.replace(self.placement, K=min(self.placement.K, num_steps))
+            return short.place(num_steps, self.rule)
+        if isinstance(self.placement, Calibrated):
+            return self.placement.place(num_steps, stream)
+        if isinstance(self.placement, PerStream):
+            return self.placement.for_stream(stream).place(num_steps, self.rule)
         return self.placement.place(num_steps, self.rule)
 
     def cache_key(self) -> str:
         """Everything here that changes the rewritten graph. Inductor's options are in Inductor's own key."""
-        return repr((self.placement, self.rule, self.guard, self.debias, self.lowering))
+        return repr((self.placement, self.rule, self.guard, self.debias, self.lowering, self.chain))
 
 
-def _placement(W: int, knots: object, plan: Placement | None, max_rel_error: float | None) -> Placement:
+def _placement(
+    W: int, knots: object, plan: Placement | Sequence[Placement] | None, max_rel_error: float | None
+) -> Placement | PerStream:
     given = {"knots": knots, "plan": plan, "max_rel_error": max_rel_error}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
@@ -95,13 +128,15 @@ def _placement(W: int, knots: object, plan: Placement | None, max_rel_error: flo
             "Give one of them."
         )
     grouping = paper(W)  # checked even where it is not used
-    if plan is not None:
-        if not callable(getattr(plan, "place", None)):
+    if isinstance(plan, Sequence):
+        if any(isinstance(each, Budget) and each.schedule is None for each in plan):
             raise OptionError(
-                f"jagg_fx.transform(fn, plan={plan!r}): a plan is made by jagg_fx.plan (paper, even, explicit, budget), by "
-                "Plan.from_json, or taken from another function's transformed.plan."
+                "jagg_fx.transform(fn, plan=[budget(K), ...]): knots that a measurement places are placed for all streams "
+                "alike. Write knots=K, or give each budget its schedule."
             )
-        return plan
+        return PerStream(tuple(map(_checked, plan)))
+    if plan is not None:
+        return _checked(plan)
     if max_rel_error is not None:
         return within_error(max_rel_error)
     if isinstance(knots, int) and not isinstance(knots, bool):
@@ -109,14 +144,32 @@ def _placement(W: int, knots: object, plan: Placement | None, max_rel_error: flo
     return grouping if knots is None else explicit(knots)  # type: ignore[arg-type]
 
 
-def _default_threshold(placement: Placement) -> float | None:
+def _checked(plan: Placement) -> Placement:
+    if not callable(getattr(plan, "place", None)):
+        raise OptionError(
+            f"jagg_fx.transform(fn, plan={plan!r}): a plan is made by jagg_fx.plan (paper, even, explicit, budget), by "
+            "Plan.from_json, or taken from another function's transformed.plan; a list holds one for each stream."
+        )
+    return plan
+
+
+def _default_threshold(placement: Placement | PerStream) -> float | None:
     """No threshold for knots placed by a measurement: it has weighed already what the cosine only guesses."""
     is_measured = isinstance(placement, Budget) and placement.schedule is None
-    is_saved = isinstance(placement, Plan) and placement.predicted_error is not None
+    parts = placement.placements if isinstance(placement, PerStream) else (placement,)
+    is_saved = all(isinstance(part, Plan) and part.predicted_error is not None for part in parts)
     return None if is_measured or is_saved else DEFAULT_COS_THRESHOLD
 
 
-def _rule(weights: str | None, degree: int | None, plan: Placement | None, max_rel_error: float | None) -> Rule:
+def _rule(weights: str | None, degree: int | None, plan: object, max_rel_error: float | None) -> Rule:
+    if isinstance(plan, Sequence):
+        rules = {_rule(weights, degree, each, None) for each in plan}
+        if len(rules) != 1:
+            raise OptionError(
+                f"jagg_fx.transform(fn, plan=[<{len(plan)} plans>]): a list holds a plan for each stream of calls, all made for "
+                "the same weights and degree. Make them anew, or leave plan= out."
+            )
+        return rules.pop()
     if isinstance(plan, Plan):
         asked = Rule(plan.rule.weights if weights is None else _weights(weights), degree or plan.rule.degree)
         if asked != plan.rule:

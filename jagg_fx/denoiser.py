@@ -1,76 +1,79 @@
-"""Find the denoiser, mark one call of it as a region of the graph, and mark its time argument."""
+"""Find the denoiser that a function calls, and the argument that is its time."""
 
 import contextlib
 import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jagg_fx._compat import mark_region
 from jagg_fx.errors import (
     DenoiserNotFoundError,
-    NotARegionError,
     OptionError,
     SeveralDenoisersError,
     TimeArgumentError,
 )
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 TIME_NAMES = ("timestep", "timesteps", "t", "time", "sigma")
-
-
-@torch.library.custom_op("jagg_fx::time", mutates_args=())
-def mark_time(time: Tensor, arguments: str) -> Tensor:
-    """Identity on a step's time. It survives into the joint graph, where the passes read it and erase it.
-
-    `arguments` names what the denoiser was called with, for messages about steps that differ.
-    """
-    return time.clone()
-
-
-@mark_time.register_fake
-def _(time: Tensor, arguments: str) -> Tensor:
-    return torch.empty_like(time)
-
-
-mark_time.register_autograd(lambda ctx, gradient: (gradient, None))
-
-TIME = torch.ops.jagg_fx.time.default  # the marker as the graphs hold it
 
 
 @dataclass(frozen=True)
 class TimeArgument:
-    """Where the denoiser's forward takes its time: by keyword, or by its place among the positional arguments."""
+    """Where the denoiser's forward takes its time, and its state: by keyword, or by place among the positional arguments.
+
+    Attributes:
+        denoiser: class of the denoiser.
+        name: name of the time argument.
+        positional: names of the arguments that can be given by place. The first one is the state `z`.
+
+    The methods run inside Dynamo's trace.
+    """
 
     denoiser: str
     name: str
     positional: tuple[str, ...]
 
-    def mark(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments with the time marked. Runs inside Dynamo's trace."""
-        marked = mark_time(self.read(args, kwargs), ",".join(self.arguments(args, kwargs)))
-        if self.name in kwargs:
-            return args, {**kwargs, self.name: marked}
-        position = self.positional.index(self.name)
-        return (*args[:position], marked, *args[position + 1 :]), kwargs
-
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-        """Sorted names of the arguments that the call gives a value other than None."""
-        given = [name for name, value in zip(self.positional, args, strict=False) if value is not None]
-        return tuple(sorted(given + [name for name, value in kwargs.items() if value is not None]))
-
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The call's time as a tensor."""
-        if self.name in kwargs:
-            return _as_tensor(kwargs[self.name])
-        if self.name in self.positional[: len(args)]:
-            return _as_tensor(args[self.positional.index(self.name)])
-        raise TimeArgumentError.not_passed(self.denoiser, self.name)
+        if not self._has(self.name, args, kwargs):
+            raise TimeArgumentError.not_passed(self.denoiser, self.name)
+        return _as_tensor(self._get(self.name, args, kwargs))
+
+    def replace(self, args: tuple[Any, ...], kwargs: dict[str, Any], time: Tensor) -> Arguments:
+        """The call's arguments with another time."""
+        return self._set(self.name, args, kwargs, time)
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+        """Sorted names of the arguments that the call gives a value other than None."""
+        names = [name for name, value in zip(self.positional, args, strict=False) if value is not None]
+        return tuple(sorted(names + [name for name, value in kwargs.items() if value is not None]))
+
+    def state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call's state: a tensor, usually."""
+        return self._get(self.positional[0], args, kwargs)
+
+    def replace_state(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> Arguments:
+        """The call's arguments with another state."""
+        return self._set(self.positional[0], args, kwargs, state)
+
+    def _has(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return name in kwargs or name in self.positional[: len(args)]
+
+    def _get(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return kwargs[name] if name in kwargs else args[self.positional.index(name)]
+
+    def _set(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Arguments:
+        if name in kwargs:
+            return args, {**kwargs, name: value}
+        position = self.positional.index(name)
+        return (*args[:position], value, *args[position + 1 :]), kwargs
 
 
 def _as_tensor(time: Any) -> Tensor:
@@ -87,8 +90,15 @@ def find_time(denoiser: nn.Module, time: str | None) -> TimeArgument:
     Raises:
         TimeArgumentError: no argument has one of the names.
     """
-    parameters = inspect.signature(denoiser.forward).parameters
     kinds = inspect.Parameter
+    parameters = inspect.signature(denoiser.forward).parameters
+    while not any(p.kind is kinds.POSITIONAL_OR_KEYWORD for p in parameters.values()):
+        # A wrapper that passes all on (peft's, DistributedDataParallel): it takes what the one module inside it takes.
+        children = list(denoiser.children())
+        if len(children) != 1:
+            break
+        denoiser = children[0]
+        parameters = inspect.signature(denoiser.forward).parameters
     open_ended = any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values())
     positional = tuple(
         name
@@ -101,79 +111,11 @@ def find_time(denoiser: nn.Module, time: str | None) -> TimeArgument:
     raise TimeArgumentError.not_found(type(denoiser).__name__, positional, TIME_NAMES if time is None else (time,))
 
 
-class Region:
-    """One denoiser as a compile region: `forward` stands in for the denoiser's own while a transformed call runs.
-
-    Args:
-        denoiser: the module.
-        time: its time argument.
-        nested: make each call a nested compile region, which Dynamo traces once for all steps. It fails on some models
-            (torch 2.13: an attribute of a parameter such as `weight.T`). Otherwise only the time is marked, every step is
-            traced, and `outline` makes the regions afterwards.
-    """
-
-    def __init__(self, denoiser: nn.Module, time: TimeArgument, nested: bool = True) -> None:
-        self.denoiser = denoiser
-        self.time = time
-        self.nested = nested
-        self.original = original = denoiser.forward
-        self.eager_calls = 0
-
-        @mark_region
-        def region(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs)
-
-        def checked(output: Any) -> Any:
-            if not isinstance(output, (Tensor, tuple, list)):
-                raise NotARegionError.output(time.denoiser, type(output).__name__)
-            return output
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                self.eager_calls += torch.is_grad_enabled()
-                time.read(args, kwargs)  # raises if the time is missing
-                return checked(original(*args, **kwargs))
-            if nested:
-                args, kwargs = time.mark(args, kwargs)
-                return checked(region(*args, **kwargs))
-            if torch.is_grad_enabled():  # `outline` leaves calls under no_grad as they are
-                args, kwargs = time.mark(args, kwargs)
-            return checked(original(*args, **kwargs))
-
-        self.forward = forward
-
-    def is_current(self) -> bool:
-        """False once the denoiser's forward was replaced by someone else (accelerate, a hook) since this was made."""
-        return bool(self.denoiser.forward == self.original)
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Replace the denoiser's forward on the instance, and put back what was there whatever happens."""
-        with replaced_forward(self.denoiser, self.forward):
-            self.eager_calls = 0
-            yield
-
-
-@contextlib.contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """`module.forward` is `forward` inside the block, on this instance alone."""
-    attributes = module.__dict__
-    before = attributes.get("forward")
-    attributes["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = before
-
-
 def check_denoiser(denoiser: object) -> nn.Module:
     if not isinstance(denoiser, nn.Module):
         raise OptionError(
             f"jagg_fx.transform(fn, denoiser={type(denoiser).__name__}): the denoiser is the nn.Module that is called "
-            "once per step."
+            "at every step, or a list of them."
         )
     return denoiser
 

@@ -68,7 +68,8 @@ class SeveralDenoisersError(JaggError):
         lines = "\n".join(f"  - {line}" for line in found)
         return cls(
             f"jagg_fx.transform({function}) found {len(found)} modules that could be the denoiser:\n{lines}\n"
-            f"Say which: jagg_fx.transform({function}, denoiser={found[0].split(':')[0]})."
+            f"Say which: jagg_fx.transform({function}, denoiser={found[0].split(':')[0]}), or name all that are called at the "
+            "steps: denoiser=[a, b]."
         )
 
     @classmethod
@@ -146,10 +147,10 @@ class StepMismatchError(JaggError):
         )
 
     @classmethod
-    def repeated_time(cls, first: int, second: int) -> "StepMismatchError":
+    def uneven_calls(cls, first: int, second: int) -> "StepMismatchError":
         return cls(
-            f"calls {first} and {second} of the denoiser are at the same time: the loop calls it several times per step "
-            "(classifier-free guidance, a teacher, ...), and neighbouring calls do not share a Jacobian. Concatenate the "
+            f"calls {first} and {second} of the denoiser are at the same time, but not every step has as many calls, and nothing "
+            "tells which of them belong together from step to step. Call the denoiser as often at every step, or concatenate the "
             "calls of a step into one batch, e.g. denoiser(torch.cat([z, z]), torch.cat([t, t]), torch.cat([neg, pos]))."
         )
 
@@ -163,10 +164,16 @@ class ChainedStatesError(JaggError):
             if chained
             else "an input of that step alone needs gradients"
         )
+        cut = (
+            "or write jagg_fx.transform(fn, chain='stop') to cut the gradient that flows through the denoiser's state, as "
+            "DRTune does, while the sampler's own path from state to state keeps its gradient; "
+            if chained
+            else ""
+        )
         super().__init__(
             f"a gradient flows into an input ({operand}) of step {step}: {cause}. JAGG interpolates the VJPs of independent "
-            "steps and would be wrong here. Replay stored latents (z.detach()), as GRPO and DDPO loops do, or run the function "
-            "untransformed."
+            f"steps and would be wrong here. Replay stored latents (z.detach()), as GRPO and DDPO loops do; {cut}or run the "
+            "function untransformed."
         )
 
 
@@ -185,17 +192,25 @@ class NotARegionError(JaggError):
     """A call of the denoiser could not become one shared region of the graph."""
 
     @classmethod
-    def mutation(cls) -> "NotARegionError":
+    def mutation(cls, buffers: Iterable[str]) -> "NotARegionError":
+        named = ", ".join(buffers) or "it has no buffers"
         return cls(
-            "the denoiser changes one of its arguments or buffers in place (a cache, running statistics), so its calls "
-            "cannot share one region of the graph. Return the new value instead, or switch the cache off."
+            f"the denoiser changes one of its arguments or buffers in place (a cache, running statistics; buffers: {named}), so "
+            "its calls cannot share one region of the graph. Return the new value instead, or switch the cache off."
+        )
+
+    @classmethod
+    def state(cls, denoiser: str, names: Sequence[str]) -> "NotARegionError":
+        return cls(
+            f"{denoiser} changes what it holds in its forward ({', '.join(names)}): a cache, or a loss that it leaves there. A "
+            "call that is not run, or run again, would leave something else. Return it from forward, or switch the cache off."
         )
 
     @classmethod
     def output(cls, denoiser: str, kind: str) -> "NotARegionError":
         return cls(
-            f"{denoiser} returns a {kind}; a step's region returns a tensor, or a tuple or list of tensors. Diffusers "
-            "models do with return_dict=False: denoiser(..., return_dict=False)[0]."
+            f"{denoiser} returns {kind}; a step's region returns tensors and plain Python values, alone or in tuples, lists, "
+            "dicts and dataclasses. Diffusers models return a tuple with return_dict=False: denoiser(..., return_dict=False)[0]."
         )
 
     @classmethod
@@ -229,6 +244,7 @@ class DynamoFailedError(JaggError):
     """torch.compile failed inside itself while it captured the function."""
 
     def __init__(self, function: str, version: str, reason: str, dynamic: bool) -> None:
+        self.reason = reason
         way_out = (
             "Leave dynamic=None and mark what varies, torch._dynamo.mark_dynamic(latents, 1); a second shape then costs no "
             "compile."
@@ -260,4 +276,80 @@ class SplitStepsError(JaggError):
         super().__init__(
             f"jagg_fx.transform({function}, fullgraph=False): {reason}, so groups of steps would be cut apart. Use "
             "fullgraph=True to see the graph break and move its cause out of the loop over the steps."
+        )
+
+
+class AdapterError(JaggError):
+    """Adapters (peft) are switched in a way that changes which parameters get gradients."""
+
+    @classmethod
+    def left(cls, denoiser: str) -> "AdapterError":
+        return cls(
+            f"the transformed function left other adapters of {denoiser} active than it found. Switch back before it returns, "
+            "as `with model.disable_adapter():` does, or switch outside the function."
+        )
+
+    @classmethod
+    def trained(cls, denoiser: str) -> "AdapterError":
+        return cls(
+            f"{denoiser} is called with gradients while other adapters are active than when the function was entered. Inside a "
+            "transformed function, adapters can be switched for calls under no_grad (a KL reference); select the trained one "
+            "before the call, and train several adapters by a transformed function for each."
+        )
+
+
+class BatchNormError(JaggError):
+    """The denoiser normalises by the statistics of the batch, and updates its own."""
+
+    def __init__(self, denoiser: str, modules: Sequence[str]) -> None:
+        super().__init__(
+            f"{denoiser} has batch normalisation in training mode ({', '.join(modules[:3])}{', ...' * (len(modules) > 3)}): "
+            "every step updates its running statistics, and a step that is run again would update them twice. Call .eval() on "
+            "these modules, or normalise by groups (nn.GroupNorm)."
+        )
+
+
+class NotRepeatableError(JaggError):
+    """The eager reference runs the function several times, and it did not do the same thing each time."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__(
+            f"jagg_fx.transform({function}): {function} called the denoiser otherwise when it ran again. The eager reference "
+            "(lowering='reference', and the first call with knots=K) runs it three times and puts back torch's random state "
+            "alone. Draw what is random (the window of steps, a shuffle) outside and pass it in, and restart schedulers inside."
+        )
+
+
+class InferenceTensorError(JaggError):
+    """An argument cannot take part in autograd."""
+
+    def __init__(self, function: str, argument: str) -> None:
+        super().__init__(
+            f"jagg_fx.transform({function}): {argument} was made under torch.inference_mode, and such tensors cannot take part "
+            "in autograd. Make the rollout under torch.no_grad, or pass a copy: latents.clone()."
+        )
+
+
+class FakeImplementationError(JaggError):
+    """A custom operator cannot be traced."""
+
+    def __init__(self, function: str, operator: str) -> None:
+        super().__init__(
+            f"jagg_fx.transform({function}): the custom operator {operator} has no fake implementation, so that torch.compile "
+            "cannot trace it. Register one (torch.library.register_fake: the shape and dtype of what it returns), or use "
+            f"jagg_fx.transform({function}, lowering='reference')."
+        )
+
+
+class SchedulerError(GraphBreakError):
+    """A diffusers scheduler does something inside the function that cannot be captured."""
+
+    def __init__(self, function: str, where: str, inside: str, reason: str) -> None:
+        JaggError.__init__(
+            self,
+            f"jagg_fx.transform({function}) could not capture {function} as one graph: a scheduler cannot be traced there.\n"
+            f"Where: {where}\nInside: {inside}\nWhat: {reason}\n"
+            "Call scheduler.set_timesteps before the function, not in it, and jagg_fx.models.schedulers.restart(scheduler) first "
+            "thing in it (set_begin_index(0) and no step taken yet: otherwise the step is looked up by value). DDIM takes its "
+            "timesteps as Python numbers: scheduler.timesteps.tolist().",
         )

@@ -9,28 +9,37 @@ from jagg_fx._compat import cond, invoke_subgraph
 from jagg_fx.passes.find_steps import Step
 
 
-def step_lines(graph: fx.Graph, steps: Sequence[Step]) -> list[str]:
+def step_lines(graph: fx.Graph, streams: Sequence[Sequence[Step]]) -> list[str]:
     """One line per call of a step's forward or backward and per branch, in the order of the graph, before or after."""
-    forwards = {step.forward: step for step in steps}
-    backwards = {step.backward: step for step in steps}
+    forwards = {step.forward: step for steps in streams for step in steps}
+    backwards = {step.backward: step for steps in streams for step in steps}
+    several = len(streams) > 1
     lines = []
     for node in graph.nodes:
         if node.target is cond and "segment" in _origin(node):
-            lines.append(_branch(node))
+            lines.append(_stream(several, _origin(node)["stream"]) + _branch(node))
         if node.target is not invoke_subgraph:
             continue
         if node in backwards:
             step = backwards[node]
-            lines.append(f"backward {step.index:2}  takes {', '.join(map(_cotangent, step.cotangents))}")
+            of = _stream(several, step.stream)
+            lines.append(f"{of}backward {step.index:2}  takes {', '.join(map(_cotangent, step.cotangents))}")
             continue
         origin = _origin(node)
-        forward = steps[origin["step"]] if origin.get("pass") == "drop_saved" else forwards.get(node)
+        forward = (
+            streams[origin["stream"]][origin["step"]] if origin.get("pass") == "drop_saved" else forwards.get(node)
+        )
         if forward is not None:
             saved = max(0, len(node.meta["val"]) - len(forward.cotangent_positions))
+            of = _stream(several, forward.stream)
             lines.append(
-                f"forward  {forward.index:2}  returns the value, saves {f'{saved} tensors' if saved else 'nothing'}"
+                f"{of}forward  {forward.index:2}  returns the value, saves {f'{saved} tensors' if saved else 'nothing'}"
             )
     return lines
+
+
+def _stream(several: bool, stream: int) -> str:
+    return f"stream {stream}  " if several else ""
 
 
 def _branch(node: fx.Node) -> str:

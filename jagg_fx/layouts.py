@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from jagg_fx._compat import invoke_subgraph, without_source
-from jagg_fx.denoiser import TIME
+from jagg_fx.region import TIME, CallNote
 from jagg_fx.statistics import FIELDS_PER_STEP, SLOT, make_probe
 
 
@@ -56,10 +56,17 @@ def unify_layouts(gm: fx.GraphModule) -> Tensor:
     """
     calls = denoiser_calls(gm)
     probe = _add_probe(gm, calls)
-    shared = set.intersection(*(set(call.all_input_nodes) for call in calls))  # one layout already
+    shared: dict[Any, set[fx.Node]] = {}  # by region: operands that all its calls read, in one layout already
+    for call in calls:
+        operands = set(call.all_input_nodes)
+        shared[_region(call)] = shared.get(_region(call), operands) & operands
     for call in calls:
         for operand in call.all_input_nodes:
-            if isinstance(example(operand), Tensor) and operand not in shared and not _starts_at_zero(example(operand)):
+            if (
+                isinstance(example(operand), Tensor)
+                and operand not in shared[_region(call)]
+                and not _starts_at_zero(example(operand))
+            ):
                 _copy_before(call, operand)
         for value in list(call.users):
             if isinstance(example(value), Tensor) and example(value).requires_grad:
@@ -80,6 +87,13 @@ def _add_probe(gm: fx.GraphModule, calls: list[fx.Node]) -> fx.Node:
     )
     without_source(probe)
     return probe
+
+
+def _region(call: fx.Node) -> Any:
+    """The body of a call and which denoiser it is of; two denoisers of one class may share a body."""
+    body: Any = call.args[0]
+    marker = next(operand for operand in call.all_input_nodes if operand.target is TIME)
+    return body.target, CallNote.decode(str(marker.args[1])).denoiser
 
 
 def _starts_at_zero(tensor: Tensor) -> bool:

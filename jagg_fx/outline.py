@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from jagg_fx._compat import invoke_subgraph, sets_grad_mode
-from jagg_fx.denoiser import TIME
 from jagg_fx.errors import DenoiserNotFoundError, SeveralDenoisersError, TimeArgumentError
 from jagg_fx.layouts import example
-
-NO_ARGUMENTS = ""  # the names of the denoiser's arguments are not in the graph
+from jagg_fx.region import TIME, CallNote
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ def _replace(gm: fx.GraphModule, call: _Call, time_position: int, bodies: dict[s
     time = marked = call.inputs[time_position]
     if time.target is not TIME:
         with graph.inserting_before(region):
-            marked = graph.call_function(TIME, (time, NO_ARGUMENTS))
+            marked = graph.call_function(TIME, (time, CallNote().encode()))
         marked.meta["example_value"] = example(time).clone()
     with graph.inserting_after(region):
         operands = [marked if node is time else node for node in call.inputs]

@@ -4,6 +4,7 @@
     even(K)      K knots at equal distances
     explicit(..) the knots themselves
     budget(K)    K knots where they are worth most, by measured numbers or by the schedule alone
+    [.., ..]     one of these for each stream of calls
 
 A `Plan` is its own placement: a saved one is used as it is.
 """
@@ -49,10 +50,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Segment:
-    """Intermediate steps `a < i < b` between the neighbouring knots `a` and `b`."""
+    """Intermediate steps `a < i < b` between the neighbouring knots `a` and `b` of a stream of steps."""
 
     a: int
     b: int
+    stream: int = 0
 
     @property
     def intermediate(self) -> range:
@@ -224,6 +226,10 @@ class Budget:
         # With every step a knot the error is 0, so one always fits. The errors are those of linear interpolation.
         return replace(plan, predicted_error=predicted if rule.degree == 1 else None)
 
+    def within(self, num_steps: int, streams: int) -> "Budget":
+        """The budget of one of several streams that share the function's steps: a short one may have fewer steps than knots."""
+        return self if self.K is None or streams == 1 else replace(self, K=min(self.K, max(2, num_steps)))
+
     def calibration(self) -> "Calibration":
         """The placement of the call that measures: even knots, so that memory is that of `K` steps and not of all."""
         return Calibration(self.K)
@@ -247,21 +253,42 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class PerStream:
+    """A placement for each stream of calls (see `jagg_fx/streams.py`), in the order in which the function first calls them."""
+
+    placements: tuple[Placement, ...]
+
+    def for_stream(self, stream: int) -> Placement:
+        """Raises `PlanError` if there is none."""
+        if stream >= len(self.placements):
+            raise PlanError(
+                f"jagg_fx.transform(fn, plan=[<{len(self.placements)} placements>]): the function has more streams of calls than "
+                "that (the report lists them). Give one placement for each, or one for all without a list."
+            )
+        return self.placements[stream]
+
+
+@dataclass(frozen=True)
 class Calibrated:
-    """A budget and the plans that were made for it so far, one per number of steps."""
+    """A budget and the plans that were made by it so far: for each kind of call one plan for each stream.
+
+    No two entries hold the same numbers of steps.
+    """
 
     budget: Budget
-    plans: tuple[Plan, ...] = ()
+    plans: tuple[tuple[Plan, ...], ...] = ()
 
-    def place(self, num_steps: int, rule: Rule) -> Plan:
-        for plan in self.plans:
-            if plan.num_steps == num_steps:
-                return plan
-        return self.budget.place(num_steps, rule)
+    def place(self, num_steps: int, stream: int) -> Plan:
+        """Raises `NotCalibratedError` if no plan was made for the stream at that number of steps."""
+        for plans in self.plans:
+            if stream < len(plans) and plans[stream].num_steps == num_steps:
+                return plans[stream]
+        raise NotCalibratedError(num_steps, str(self.budget))
 
-    def with_plan(self, plan: Plan) -> "Calibrated":
-        others = tuple(p for p in self.plans if p.num_steps != plan.num_steps)
-        return replace(self, plans=(*others, plan))
+    def with_plans(self, plans: tuple[Plan, ...]) -> "Calibrated":
+        steps = [plan.num_steps for plan in plans]
+        others = tuple(old for old in self.plans if [plan.num_steps for plan in old] != steps)
+        return replace(self, plans=(*others, plans))
 
 
 def paper(W: int = 4) -> Paper:

@@ -5,49 +5,86 @@
 
 with `c_i` = 0 where the step is interpolated, 1 where its segment is exact, and the factor of the unbiased option where it
 was drawn (`guard.Correction`). The value of every step is unchanged, and autograd then computes `sum_k J_k^T G_k` by itself.
-An intermediate step needs the values of a later knot, so the function runs twice: once without gradients through the denoiser,
-to record its calls and to see which of them the outputs depend on; then again with `v~` in place of `v`. The function must
-compute the same thing both times; torch's global random state is put back in between.
+
+An intermediate step needs a later knot, so the function runs three times: to record what its calls return and which of them the
+outputs depend on; to run the knots (and the exact steps) with gradients, each where the function itself calls it, with the
+autocast and the adapters of that place; and with `v~` in place of `v`. Nothing else runs the denoiser. The function must compute
+the same thing each time; torch's global random state is put back in between.
 """
 
+import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jagg_fx import guard, interpolation
+from jagg_fx import guard, interpolation, streams
+from jagg_fx._compat import version
 from jagg_fx.budget import Measurements
-from jagg_fx.config import Config
-from jagg_fx.denoiser import TimeArgument, describe_function, replaced_forward
-from jagg_fx.errors import ChainedStatesError, DropoutError, NoStepsError
+from jagg_fx.config import Chain, Config
+from jagg_fx.denoiser import Arguments, TimeArgument, describe_function
+from jagg_fx.errors import (
+    ChainedStatesError,
+    DropoutError,
+    NoStepsError,
+    NotARegionError,
+    NotRepeatableError,
+    StepMismatchError,
+)
 from jagg_fx.plan import Calibration, Plan, Weights
-from jagg_fx.report import Rewrite
-from jagg_fx.statistics import FIELDS_PER_STEP, pack
+from jagg_fx.region import CallNote, replaced_forward
+from jagg_fx.report import Rewrite, Stream
+from jagg_fx.statistics import Plans, pack
+from jagg_fx.structure import Structure, detached, rebuild, structure_of, tensors_in
+
+Denoisers = Sequence[tuple[nn.Module, TimeArgument]]
 
 
 @dataclass
 class _Call:
-    """One recorded call of the denoiser under grad mode."""
+    """One recorded call of a denoiser.
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    time: Tensor
-    leaves: list[Tensor]  # the values, as leaves of the glue's graph
-    output: Any
+    Attributes:
+        note: which denoiser was called, with which arguments.
+        structure: how its output is built.
+        is_floating: which of its tensors are values.
+        values: the floating-point tensors of the output: under grad mode leaves of the glue's graph, else plain copies.
+        others: the other tensors of the output.
+        time: its time; None under no_grad, as are the rest.
+        kind: all of the arguments but the tensors' elements.
+        operands: the tensors among the arguments, but for the time.
+    """
+
+    note: CallNote
+    structure: Structure
+    is_floating: list[bool]
+    values: list[Tensor]
+    others: list[Tensor]
+    time: Tensor | None = None
+    kind: Any = None
+    operands: list[Tensor] = field(default_factory=list)
+
+    @property
+    def is_step(self) -> bool:
+        return self.time is not None
+
+    def output(self, values: Sequence[Tensor]) -> Any:
+        """The denoiser's output with other values of the floating-point tensors."""
+        floating, others = iter(values), iter(self.others)
+        tensors = (next(floating) if is_floating else next(others) for is_floating in self.is_floating)
+        return rebuild(self.structure, tensors)
 
 
 def run(
     fn: Callable[..., Any],
-    denoiser: nn.Module,
-    time: TimeArgument,
+    denoisers: Denoisers,
     config: Config,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    on_statistics: Callable[[Plan, Tensor], None],
+    on_statistics: Callable[[Plans, Tensor], None],
 ) -> tuple[Any, Rewrite | None, "Measuring | None"]:
     """Call `fn(*args, **kwargs)` with interpolated VJPs.
 
@@ -55,122 +92,390 @@ def run(
         Its outputs, a record, and what the backward will measure (both None under no_grad).
 
     Raises:
-        NoStepsError: no call of the denoiser reaches the outputs with a gradient.
+        NoStepsError: no call of a denoiser reaches the outputs with a gradient.
         ChainedStatesError: a step's argument depends on the value of an earlier step.
-        DropoutError: the denoiser draws random numbers.
+        DropoutError: a denoiser draws random numbers.
+        NotARegionError: a denoiser changes a buffer.
+        StepMismatchError: steps run different computations, or which calls belong together cannot be told.
+        NotRepeatableError: the function does something else when it runs again.
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs), None, None
+    function = describe_function(fn)
+    with _random_state_kept():
+        calls, outputs = _record(fn, denoisers, config.chain, args, kwargs)
+    needed = _leaves_below(outputs)
+    steps = [call for call in calls if call.is_step and any(id(leaf) in needed for leaf in call.values)]
+    if not steps:
+        with_gradients = sum(call.is_step for call in calls)
+        reason = f"{with_gradients} calls of the denoiser ran with gradients, and the outputs depend on none of them"
+        raise NoStepsError(function, ", ".join(type(denoiser).__name__ for denoiser, _ in denoisers), reason)
+    keys = _keys(steps)
+    grouped = streams.group(keys)
+    for stream in grouped:
+        _check_stream([steps[n] for n in stream], [keys[n] for n in stream])
+    own = [[steps[n] for n in stream] for stream in grouped]
+    plans = [config.plan(len(stream), s, len(own)) for s, stream in enumerate(own)]
+    measuring = Measuring(own, plans, needed, on_statistics)
+    with _random_state_kept():
+        for part in measuring.streams:
+            part.decide(config)
+
+    exact = {id(call) for part in measuring.streams for call in part.to_run()}
+    measured = isinstance(config.placement, Calibration)
+    outputs_with_gradient: dict[int, list[Tensor]] = {}
+    order = iter(calls)
+
+    def run_exact(forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = _next(order, function, forward, args, kwargs)
+        if call.note.is_cut:
+            args, kwargs = _cut(forward, args, kwargs)
+        if id(call) in exact:
+            part = measuring.of(call)
+            output = part.run_knot(forward, call, args, kwargs) if measured else forward(*args, **kwargs)
+            outputs_with_gradient[id(call)] = _floating(output)
+        return call.output([value.detach().clone().requires_grad_(value.requires_grad) for value in call.values])
+
+    with _random_state_kept(), _replaced(denoisers, run_exact):
+        fn(*args, **kwargs)
+
+    returned = {
+        id(call): values for part in measuring.streams for call, values in part.surrogates(outputs_with_gradient)
+    }
+    again = iter(calls)
+
+    def substitute(forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = _next(again, function, forward, args, kwargs)
+        return call.output(returned.get(id(call)) or [value.clone() for value in call.values])
+
+    with _replaced(denoisers, substitute):
+        outputs = fn(*args, **kwargs)
+    if config.debias is not None:  # the draws above were put back for the function's own: the next call must draw anew
+        for part in measuring.streams:
+            guard.draw(part.plan, part.steps[0].values[0].device)
+    parameters = {id(p): p for denoiser, _ in denoisers for p in denoiser.parameters() if p.requires_grad}
+    record = Rewrite(
+        streams=tuple(part.record() for part in measuring.streams),
+        covered=len(parameters),
+        covered_elements=sum(p.numel() for p in parameters.values()),
+        calls_without_gradient=len(calls) - len(steps),
+    )
+    return outputs, record, measuring
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A denoiser's own forward, for a call that has arrived at its replacement."""
+
+    denoiser: nn.Module
+    index: int
+    time: TimeArgument
+    own: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own(*args, **kwargs)
+
+    def with_parameters(self, parameters: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with replaced_forward(self.denoiser, self.own):
+            return torch.func.functional_call(self.denoiser, parameters, args, kwargs)
+
+
+@contextlib.contextmanager
+def _replaced(
+    denoisers: Denoisers, replacement: Callable[[_Forward, tuple[Any, ...], dict[str, Any]], Any]
+) -> Iterator[None]:
+    """Calls of the denoisers go to `replacement(forward, args, kwargs)`."""
+
+    def arrive(forward: _Forward, *args: Any, **kwargs: Any) -> Any:
+        return replacement(forward, args, kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for index, (denoiser, time) in enumerate(denoisers):
+            forward = _Forward(denoiser, index, time, denoiser.forward)
+            stack.enter_context(replaced_forward(denoiser, functools.partial(arrive, forward)))
+        yield
+
+
+def _cut(forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return forward.time.replace_state(args, kwargs, detached(forward.time.state(args, kwargs)))
+
+
+def _next(
+    calls: Iterator[_Call], function: str, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Call:
+    """The recorded call that this one repeats. Raises `NotRepeatableError` if it is another one."""
+    call = next(calls, None)
+    if call is None or call.note.denoiser != forward.index or call.is_step != torch.is_grad_enabled():
+        raise NotRepeatableError(function)
+    if call.time is not None and not torch.equal(call.time, forward.time.read(args, kwargs)):
+        raise NotRepeatableError(function)
+    return call
+
+
+def _record(
+    fn: Callable[..., Any], denoisers: Denoisers, chain: Chain, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[_Call], Any]:
+    """The calls of the denoisers, and the function's outputs as they depend on what the calls return."""
+    calls: list[_Call] = []
+    known: set[int] = set()
+
+    def record(forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_step = torch.is_grad_enabled()
+        step_time = forward.time.read(args, kwargs)  # raises if it is missing
+        is_cut = is_step and chain is Chain.STOP and bool(known & _leaves_below(forward.time.state(args, kwargs)))
+        if is_cut:
+            args, kwargs = _cut(forward, args, kwargs)
+        if is_step and known & _leaves_below((args, kwargs)):
+            raise ChainedStatesError(sum(call.is_step for call in calls), "argument", chained=True)
+        state = _random_state()
+        versions = {name: version(buffer) for name, buffer in forward.denoiser.named_buffers()}
+        held = _held(forward.denoiser)
+        with torch.no_grad():
+            output = forward(*args, **kwargs)
+        changed = [name for name, buffer in forward.denoiser.named_buffers() if version(buffer) != versions[name]]
+        if changed and is_step:
+            raise NotARegionError.mutation(changed)
+        left = {name for _, name, _ in _held(forward.denoiser) ^ held}
+        if left and is_step:
+            raise NotARegionError.state(forward.time.denoiser, sorted(left))
+        torch.clear_autocast_cache()  # it may hold weights that were cast under no_grad and would get no gradient
+        if is_step and not all(map(torch.equal, state, _random_state())):
+            raise DropoutError(["torch's random state moved"])
+        tensors = tensors_in(output)
+        values = [value.detach().clone().requires_grad_(is_step) for value in tensors if value.is_floating_point()]
+        known.update(map(id, values))
+        call = _Call(
+            CallNote(forward.index, forward.time.given(args, kwargs), is_cut),
+            structure_of(output, forward.time.denoiser),
+            [value.is_floating_point() for value in tensors],
+            values,
+            [value for value in tensors if not value.is_floating_point()],
+        )
+        if is_step:
+            call.time = step_time.detach().clone()
+            given = list(forward.time.replace(args, kwargs, step_time))
+            call.operands = [value for value in tensors_in(given) if value is not step_time]
+            call.kind = _kind(given, step_time)
+        calls.append(call)
+        return call.output([value.clone() for value in values])
+
+    with _replaced(denoisers, record):
+        outputs = fn(*args, **kwargs)
+    return calls, outputs
+
+
+def _keys(steps: Sequence[_Call]) -> list[streams.Call]:
+    """What tells the steps of one stream from those of another; operands are equal where their elements are."""
+    known: list[Tensor] = []
+
+    def number(operand: Any) -> int:
+        kind = (operand.dtype, operand.device, operand.requires_grad)
+        for n, other in enumerate(known):
+            alike = (other.dtype, other.device, other.requires_grad) == kind
+            if other is operand or (alike and torch.equal(other, operand)):
+                return n
+        known.append(operand)
+        return len(known) - 1
+
+    return [
+        streams.Call(step.note.denoiser, repr(step.kind), number(step.time), tuple(map(number, step.operands)))
+        for step in steps
+    ]
+
+
+def _check_stream(steps: Sequence[_Call], keys: Sequence[streams.Call]) -> None:
+    """Raise where the compiled path does: another computation, or a gradient into what belongs to one step alone."""
+    for index, (step, key) in enumerate(zip(steps, keys, strict=True)):
+        if step.note.arguments != steps[0].note.arguments:
+            mine, other = set(step.note.arguments), set(steps[0].note.arguments)
+            raise StepMismatchError.arguments(index, sorted(other - mine), sorted(mine - other))
+        if key.kind != keys[0].kind:
+            raise StepMismatchError.shapes(index, [f"{key.kind} where step 0 has {keys[0].kind}"])
+        for place, operand in enumerate(step.operands):
+            if operand.requires_grad and key.operands[place] != keys[0].operands[place]:
+                raise ChainedStatesError(index, f"{operand.dtype}{list(operand.shape)}", chained=False)
+
+
+def _kind(value: Any, time: Tensor) -> Any:
+    """Arguments without the elements of tensors and without the time."""
+    if isinstance(value, Tensor):
+        return "time" if value is time else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, dict):
+        return {key: _kind(item, time) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_kind(item, time) for item in value]
+    return value
+
+
+def _held(denoiser: nn.Module) -> set[tuple[int, str, int]]:
+    """The attributes of a denoiser's modules, by identity."""
+    return {(id(module), name, id(value)) for module in denoiser.modules() for name, value in vars(module).items()}
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        calls, without_gradient, outputs = _record(fn, denoiser, time, args, kwargs)
-    torch.clear_autocast_cache()  # it may hold weights that were cast under no_grad and would get no gradient
-    needed = _leaves_below(outputs)
-    steps = [call for call in calls if any(id(leaf) in needed for leaf in call.leaves)]
-    if not steps:
-        reason = f"{len(calls)} calls of the denoiser ran with gradients, and the outputs depend on none of them"
-        raise NoStepsError(describe_function(fn), type(denoiser).__name__, reason)
-    plan = config.plan(len(steps))
-    measuring = Measuring(plan, steps, needed, on_statistics)
-    surrogates = _surrogates(denoiser, steps, plan, config, measuring)
-    original, order = denoiser.forward, iter(calls)
+        yield
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        call = next(order)
-        return surrogates.get(id(call), call.output)
 
-    parameters = [p for p in denoiser.parameters() if p.requires_grad]
-    record = Rewrite(
-        plan=plan,
-        arguments=time.arguments(steps[0].args, steps[0].kwargs),
-        covered=len(parameters),
-        covered_elements=sum(p.numel() for p in parameters),
-        calls_without_gradient=len(calls) - len(steps) + without_gradient,
-    )
-    with replaced_forward(denoiser, forward):
-        return fn(*args, **kwargs), record, measuring
+def _random_state() -> list[Tensor]:
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_gpus]
 
 
 class Measuring:
     """Collects the sizes of cotangents, and of the knots' Jacobians, while one run's backward goes by.
 
     Args:
-        plan: the run's plan.
-        steps: its calls, whose values are kept.
+        own: the calls of each stream.
+        plans: a plan for each stream.
         needed: identities of the leaves that the outputs depend on.
         on_statistics: receives the packed statistics once every cotangent has come.
     """
 
     def __init__(
-        self, plan: Plan, steps: Sequence[_Call], needed: set[int], on_statistics: Callable[[Plan, Tensor], None]
+        self,
+        own: Sequence[Sequence[_Call]],
+        plans: Sequence[Plan],
+        needed: set[int],
+        on_statistics: Callable[[Plans, Tensor], None],
     ) -> None:
-        self.plan = plan
-        self._steps = steps
-        self.slots = [
-            slot
-            for slot in range(len(steps[0].leaves))
-            if all(slot < len(step.leaves) and id(step.leaves[slot]) in needed for step in steps)
-        ]
+        self.streams = [_StreamRun(plan, calls, needed, self) for calls, plan in zip(own, plans, strict=True)]
+        self._plans = tuple(plans)
         self._on_statistics = on_statistics
-        self._scores = self._keep = torch.zeros(0)
-        self._squares: dict[tuple[int, int], Tensor] = {}  # by slot and step: squared norms per sample
-        self._composites: dict[int, Tensor] = {}  # by knot: squared norm of `G_k`
-        self._vjps: dict[int, Tensor] = {}  # by knot: squared norm of `J_k^T G_k`
-        self._arrived = 0
+
+    def of(self, call: _Call) -> "_StreamRun":
+        return next(part for part in self.streams if any(call is step for step in part.steps))
 
     @property
     def is_useful(self) -> bool:
         """Whether a backward came by, and its numbers are finite and not all zero (as where all rewards are alike)."""
-        if not self._squares:
-            return False
-        size = float(self._norms().sum())
-        return 0 < size < float("inf")
+        return any(part.is_useful for part in self.streams)
 
-    @property
-    def _expected(self) -> int:
-        return len(self.slots) * len(self._steps)
+    def measurements(self) -> list[Measurements | None]:
+        """What a budget is placed by, stream by stream; None where the backward did not come by. Call when `is_useful`."""
+        return [part.measurements() if part.is_useful else None for part in self.streams]
 
-    def decided(self, scores: Tensor, keep: Tensor) -> None:
-        self._scores, self._keep = scores, keep
+    def forget_cotangents(self) -> None:
+        """A new backward begins."""
+        for part in self.streams:
+            part.squares.clear()
 
-    def watch(self, index: int, output: Any) -> Any:
-        """What the denoiser returns at a step, with hooks that note its cotangents."""
-        slots = itertools.count()
+    def cotangent_arrived(self) -> None:
+        complete = all(len(part.squares) == len(part.slots) * len(part.steps) for part in self.streams)
+        if complete and any(plan.segments for plan in self._plans):
+            packed = [part.packed() for part in self.streams if part.plan.segments]
+            self._on_statistics(self._plans, torch.cat(packed))
 
-        def watched(value: Tensor) -> Tensor:
-            value, slot = value.view_as(value), next(slots)
-            if slot in self.slots and value.requires_grad:
-                value.register_hook(functools.partial(self._note, slot, index))
-            return value
 
-        return _map_values(watched, output)
+class _StreamRun:
+    """One stream in one run: what is exact, what stands in for the rest, and what its backward measures."""
 
-    def run_knot(self, denoiser: nn.Module, k: int) -> Any:
+    def __init__(self, plan: Plan, steps: Sequence[_Call], needed: set[int], measuring: Measuring) -> None:
+        self.plan = plan
+        self.steps = steps
+        self.slots = [
+            slot
+            for slot in range(len(steps[0].values))
+            if all(slot < len(step.values) and id(step.values[slot]) in needed for step in steps)
+        ]
+        self._measuring = measuring
+        self._weights = self._scores = self._keep = torch.zeros(0)
+        self._factors: list[float] = []  # `c_i` of each intermediate step
+        self.squares: dict[tuple[int, int], Tensor] = {}  # by slot and step: squared norms per sample
+        self._composites: dict[int, Tensor] = {}  # by knot: squared norm of `G_k`
+        self._vjps: dict[int, Tensor] = {}  # by knot: squared norm of `J_k^T G_k`
+
+    def record(self) -> Stream:
+        first = self.steps[0].note
+        cut = tuple(i for i, step in enumerate(self.steps) if step.note.is_cut)
+        return Stream(first.denoiser, self.plan, first.arguments, cut)
+
+    def decide(self, config: Config) -> None:
+        """Weights, scores and factors, by the values alone."""
+        if not self.plan.segments:
+            return
+        device = self.steps[0].values[0].device
+        times = torch.stack([step.time for step in self.steps])  # type: ignore[misc]
+        if self.plan.rule.weights is Weights.INDEX:
+            times = torch.arange(self.plan.num_steps, device=device)
+        t, t_knots = times[list(self.plan.intermediate)], times[list(self.plan.knots)]
+        self._weights = interpolation.knot_weights(t, t_knots, self.plan.rule.degree).to(device)
+        middle, at_knots = (
+            [torch.stack([self.steps[i].values[slot].detach() for i in indices]) for slot in self.slots]
+            for indices in (self.plan.intermediate, self.plan.knots)
+        )
+        self._scores = guard.segment_scores(interpolation.agreement(middle, at_knots, self._weights), self.plan)
+        self._keep = guard.keep_segments(self._scores, self.plan, config.guard)
+        self._factors = _exact_factors(self.plan, config, self._keep)
+
+    def to_run(self) -> list[_Call]:
+        """The calls that must be run with gradients."""
+        exact = [i for i, factor in zip(self.plan.intermediate, self._factors, strict=True) if factor]
+        return [self.steps[i] for i in sorted({*self.plan.knots, *exact})]
+
+    def surrogates(self, outputs: dict[int, list[Tensor]]) -> Iterator[tuple[_Call, list[Tensor]]]:
+        """What each call returns in the last run, with hooks that note its cotangents.
+
+        Args:
+            outputs: the values, with gradients, of the calls `to_run`, by identity.
+        """
+        knots = [outputs[id(self.steps[k])] for k in self.plan.knots]
+        for i, step in enumerate(self.steps):
+            if i in self.plan.knots:
+                values = outputs[id(step)]
+            else:
+                m = self.plan.intermediate.index(i)
+                values = [self._surrogate(m, slot, value.detach(), knots) for slot, value in enumerate(step.values)]
+                if self._factors[m]:
+                    pairs = zip(values, outputs[id(step)], strict=True)
+                    values = [(v + self._factors[m] * (own - own.detach())).to(own.dtype) for v, own in pairs]
+            yield step, [self._watched(slot, i, value) for slot, value in enumerate(values)]
+
+    def _surrogate(self, m: int, slot: int, value: Tensor, knots: Sequence[list[Tensor]]) -> Tensor:
+        twin = value
+        for k, values in enumerate(knots):
+            w = interpolation.per_sample(self._weights[m : m + 1, k], value.shape)[0]
+            twin = twin + (1 - self._factors[m]) * w * (values[slot] - values[slot].detach())
+        return twin.to(value.dtype)
+
+    def _watched(self, slot: int, index: int, value: Tensor) -> Tensor:
+        value = value.view_as(value)
+        if slot in self.slots and value.requires_grad:
+            value.register_hook(functools.partial(self._note, slot, index))
+        return value
+
+    def run_knot(self, forward: _Forward, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The denoiser's output at a knot, with hooks that note how large its own VJP is.
 
         The knots share their parameters; views of them, one set per knot, tell their gradients apart.
         """
-        step = self._steps[k]
-        views = {name: p.view_as(p) for name, p in denoiser.named_parameters() if p.requires_grad}
+        k = next(i for i, step in enumerate(self.steps) if step is call)
+        views = {name: p.view_as(p) for name, p in forward.denoiser.named_parameters() if p.requires_grad}
         for view in views.values():
             view.register_hook(functools.partial(_add_square, self._vjps, k))
-        output = torch.func.functional_call(denoiser, views, step.args, step.kwargs)
-        for value in _values(output):
+        output = forward.with_parameters(views, args, kwargs)
+        for value in _floating(output):
             if value.requires_grad:
                 value.register_hook(functools.partial(_add_square, self._composites, k))
         return output
 
+    @property
+    def is_useful(self) -> bool:
+        return bool(self.squares) and 0 < float(self._norms().sum()) < float("inf")
+
     def measurements(self) -> Measurements:
-        """What a budget is placed by. Call when `is_useful`."""
-        values = [torch.stack([step.leaves[slot].detach() for step in self._steps]) for slot in self.slots]
-        times = torch.stack([step.time for step in self._steps]).to(values[0].device)
+        values = [torch.stack([step.values[slot].detach() for step in self.steps]) for slot in self.slots]
+        times = torch.stack([step.time for step in self.steps]).to(values[0].device)  # type: ignore[misc]
         return Measurements(
             times=times,
             values=tuple(value for value in values if value.shape[1:2] == values[0].shape[1:2]),
             norms=self._norms() * self._jacobian_sizes(times),
         )
+
+    def packed(self) -> Tensor:
+        return pack(self._norms().square().sum(1).sqrt(), self._scores, self._keep)
 
     def _jacobian_sizes(self, times: Tensor) -> Tensor:
         """`|J_i|` of every step `[N, B or 1]`: `|J_k^T G_k| / |G_k|` at the knots, interpolated between them.
@@ -191,130 +496,22 @@ class Measuring:
 
     def _norms(self) -> Tensor:
         """`|g_i|` per sample `[N, B]`; a step that the backward did not reach has none."""
-        first = next(iter(self._squares.values()))
-        alike = {key: square for key, square in self._squares.items() if square.shape == first.shape}
+        first = next(iter(self.squares.values()))
+        alike = {key: square for key, square in self.squares.items() if square.shape == first.shape}
         zero = torch.zeros_like(first)
-        by_step = [sum((alike.get((slot, i), zero) for slot in self.slots), zero) for i in range(len(self._steps))]
+        by_step = [sum((alike.get((slot, i), zero) for slot in self.slots), zero) for i in range(len(self.steps))]
         return torch.stack(by_step).sqrt()
 
     def _note(self, slot: int, index: int, cotangent: Tensor) -> None:
-        self._squares[slot, index] = interpolation.squared_norms(cotangent[None])[0]
-        self._arrived += 1
-        if self._arrived % self._expected == 0 and self.plan.segments:
-            norms = self._norms().square().sum(1).sqrt()
-            packed = pack(norms, self._scores, self._keep, FIELDS_PER_STEP * self.plan.num_steps)
-            self._on_statistics(self.plan, packed)
+        if (slot, index) in self.squares:
+            self._measuring.forget_cotangents()
+        self.squares[slot, index] = interpolation.squared_norms(cotangent[None])[0]
+        self._measuring.cotangent_arrived()
 
 
 def _add_square(totals: dict[int, Tensor], k: int, gradient: Tensor) -> None:
     wide = gradient.detach().to(interpolation.working_dtype(gradient.dtype))
     totals[k] = totals.get(k, 0) + wide.square().sum()
-
-
-def _record(
-    fn: Callable[..., Any], denoiser: nn.Module, time: TimeArgument, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[_Call], int, Any]:
-    """The calls under grad mode, the number of those under no_grad, and the function's outputs."""
-    calls: list[_Call] = []
-    without_gradient = 0
-    known: set[int] = set()
-    original = denoiser.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal without_gradient
-        if not torch.is_grad_enabled():
-            without_gradient += 1
-            return original(*args, **kwargs)
-        if known & _leaves_below((args, kwargs)):
-            raise ChainedStatesError(len(calls), "argument", chained=True)
-        step_time = time.read(args, kwargs)
-        leaves: list[Tensor] = []
-
-        def leaf(value: Tensor) -> Tensor:
-            leaves.append(value.detach().requires_grad_())
-            known.add(id(leaves[-1]))
-            return leaves[-1]
-
-        state = _random_state()
-        with torch.no_grad():
-            output = original(*args, **kwargs)
-        if not all(map(torch.equal, state, _random_state())):
-            raise DropoutError(["torch's random state moved"])
-        output = _map_values(leaf, output)
-        # Copies: the loop may reuse its buffers, and the knots run after it.
-        args = tuple(map(_snapshot, args))
-        kwargs = {name: _snapshot(value) for name, value in kwargs.items()}
-        calls.append(_Call(args, kwargs, step_time.clone(), leaves, output))
-        return output
-
-    with replaced_forward(denoiser, forward):
-        outputs = fn(*args, **kwargs)
-    return calls, without_gradient, outputs
-
-
-def _random_state() -> list[Tensor]:
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return [torch.get_rng_state(), *on_gpus]
-
-
-def _snapshot(argument: Any) -> Any:
-    return argument.clone() if isinstance(argument, Tensor) and not argument.requires_grad else argument
-
-
-def _surrogates(
-    denoiser: nn.Module, steps: list[_Call], plan: Plan, config: Config, measuring: Measuring
-) -> dict[int, Any]:
-    """For each step's call, by identity, what the denoiser returns in the second run."""
-
-    def with_gradient(i: int) -> Any:
-        return denoiser(*steps[i].args, **steps[i].kwargs)
-
-    measures = isinstance(config.placement, Calibration)
-    outputs = {k: measuring.run_knot(denoiser, k) if measures else with_gradient(k) for k in plan.knots}
-    if plan.segments:
-        weights = _weights(steps, plan)
-        scores, keep = _decide(steps, plan, config, weights, measuring.slots)
-        measuring.decided(scores, keep)
-        factors = _exact_factors(plan, config, keep)
-        knots = [_values(outputs[k]) for k in plan.knots]
-        for m, i in enumerate(plan.intermediate):
-            own = iter(_values(with_gradient(i))) if factors[m] else None
-            slots = itertools.count()
-
-            def surrogate(value: Tensor, m: int = m, own: Any = own, slots: Any = slots) -> Tensor:
-                slot = next(slots)
-                twin = value.detach()
-                for k, values in enumerate(knots):
-                    w = interpolation.per_sample(weights[m : m + 1, k], value.shape)[0]
-                    twin = twin + (1 - factors[m]) * w * (values[slot] - values[slot].detach())
-                if own is not None:
-                    exact = next(own)
-                    twin = twin + factors[m] * (exact - exact.detach())
-                return twin.to(value.dtype)
-
-            outputs[i] = _map_values(surrogate, steps[i].output)
-    return {id(steps[i]): measuring.watch(i, output) for i, output in outputs.items()}
-
-
-def _weights(steps: list[_Call], plan: Plan) -> Tensor:
-    """Weights `[M, K, *]` on the device of the values."""
-    device = steps[0].leaves[0].device
-    if plan.rule.weights is Weights.INDEX:
-        times = torch.arange(plan.num_steps, device=device)
-    else:
-        times = torch.stack([step.time for step in steps])
-    t, t_knots = times[list(plan.intermediate)], times[list(plan.knots)]
-    return interpolation.knot_weights(t, t_knots, plan.rule.degree).to(device)
-
-
-def _decide(steps: list[_Call], plan: Plan, config: Config, weights: Tensor, slots: list[int]) -> tuple[Tensor, Tensor]:
-    """Score of each segment `[S]`, by the values that the outputs depend on, and whether it is interpolated `[S]`."""
-    middle, at_knots = (
-        [torch.stack([steps[i].leaves[slot].detach() for i in indices]) for slot in slots]
-        for indices in (plan.intermediate, plan.knots)
-    )
-    scores = guard.segment_scores(interpolation.agreement(middle, at_knots, weights), plan)
-    return scores, guard.keep_segments(scores, plan, config.guard)
 
 
 def _exact_factors(plan: Plan, config: Config, keep: Tensor) -> list[float]:
@@ -333,25 +530,8 @@ def _exact_factors(plan: Plan, config: Config, keep: Tensor) -> list[float]:
     return factors
 
 
-def _map_values(fn: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """Apply `fn` to the floating-point tensors of a denoiser's output: a tensor, or a tuple or list of them."""
-    if isinstance(output, Tensor):
-        return fn(output) if output.is_floating_point() else output
-    if isinstance(output, (tuple, list)):
-        return type(output)([_map_values(fn, value) for value in output])
-    return output
-
-
-def _values(output: Any) -> list[Tensor]:
-    """The floating-point tensors of a denoiser's output, in the order of `_map_values`."""
-    values: list[Tensor] = []
-
-    def collect(value: Tensor) -> Tensor:
-        values.append(value)
-        return value
-
-    _map_values(collect, output)
-    return values
+def _floating(output: Any) -> list[Tensor]:
+    return [value for value in tensors_in(output) if value.is_floating_point()]
 
 
 def _leaves_below(outputs: Any) -> set[int]:

@@ -11,22 +11,41 @@ from jagg_fx.plan import Plan
 
 
 @dataclass(frozen=True)
+class Stream:
+    """Calls that follow one path.
+
+    Attributes:
+        denoiser: which of the function's denoisers they call.
+        plan: steps and knots.
+        arguments: names of what the denoiser is called with at each step; empty where not known.
+        cut: steps whose state's gradient `chain="stop"` cut.
+    """
+
+    denoiser: int
+    plan: Plan
+    arguments: tuple[str, ...]
+    cut: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Rewrite:
     """The record of one rewritten joint graph (or of one run of the eager twin).
 
     Attributes:
-        plan: steps and knots.
-        arguments: names of what the denoiser is called with at each step; empty where not known.
+        streams: steps and knots, by stream.
         covered: tensors (parameters, mostly) whose gradients are summed over the steps.
         covered_elements: their elements in total.
         calls_without_gradient: calls of the denoiser on which no output depends with a gradient.
     """
 
-    plan: Plan
-    arguments: tuple[str, ...]
+    streams: tuple[Stream, ...]
     covered: int
     covered_elements: int
     calls_without_gradient: int
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return tuple(stream.plan for stream in self.streams)
 
 
 @dataclass(frozen=True)
@@ -35,26 +54,31 @@ class Report:
 
     Attributes:
         function: name of the transformed function.
-        denoiser: class of the denoiser, None until the first call.
+        denoisers: their classes, empty until the first call.
         config: what was asked for.
         rewrite: the newest rewritten graph, None before the first one.
         graphs: how many joint graphs were rewritten so far (one per specialisation).
+        notes: what else was done or found that a user should know.
     """
 
     function: str
-    denoiser: str | None
+    denoisers: tuple[str, ...]
     config: Config
     rewrite: Rewrite | None
     graphs: int
+    notes: tuple[str, ...] = ()
 
     def exact(self) -> list[str]:
         """What keeps its exact gradient, each with its reason."""
         if self.rewrite is None:
             return []
-        plan = self.rewrite.plan
-        lines = [f"step {first}: alone in its group" for first, last in plan.groups if first == last]
-        if not plan.segments:
-            lines = ["every step: no group has an intermediate step"]
+        lines = []
+        for s, plan in enumerate(self.rewrite.plans):
+            of = f" of stream {s}" if len(self.rewrite.plans) > 1 else ""
+            if plan.segments:
+                lines += [f"step {first}{of}: alone in its group" for first, last in plan.groups if first == last]
+            else:
+                lines.append(f"every step{of}: no group has an intermediate step")
         if self.rewrite.calls_without_gradient:
             lines.append(f"{self.rewrite.calls_without_gradient} calls of the denoiser: no gradient reaches them")
         return lines
@@ -63,39 +87,48 @@ class Report:
         """The report as plain Python values. Before the first backward graph only what was asked for is there."""
         asked = {
             "function": self.function,
-            "denoiser": self.denoiser,
+            "denoisers": list(self.denoisers),
             "weights": self.config.rule.weights.value,
             "degree": self.config.rule.degree,
             "cos_threshold": self.config.guard.cos_threshold,
             "jagg_frac": self.config.guard.jagg_frac,
             "debias": self.config.debias,
+            "chain": self.config.chain.value,
             "lowering": self.config.lowering.value,
             "torch": torch.__version__,
             "rewritten_graphs": self.graphs,
+            "notes": list(self.notes),
         }
         if self.rewrite is None:
             return asked
-        plan = self.rewrite.plan
+        plans = self.rewrite.plans
         return asked | {
+            "steps": sum(plan.num_steps for plan in plans),
+            "backward_passes_before": sum(plan.num_steps for plan in plans),
+            "backward_passes_after": sum(len(plan.knots) for plan in plans),
+            "streams": [self._stream(stream) for stream in self.rewrite.streams],
+            "tensors_covered": self.rewrite.covered,
+            "elements_covered": self.rewrite.covered_elements,
+            "left_exact": self.exact(),
+        }
+
+    def _stream(self, stream: Stream) -> dict[str, Any]:
+        plan = stream.plan
+        return {
+            "denoiser": self.denoisers[stream.denoiser],
             "steps": plan.num_steps,
             "plan": plan.origin,
             "predicted_error": plan.predicted_error,
             "groups": [list(group) for group in plan.groups],
             "knots": list(plan.knots),
             "interpolated": list(plan.intermediate),
-            "backward_passes_before": plan.num_steps,
-            "backward_passes_after": len(plan.knots),
-            "arguments": list(self.rewrite.arguments),
-            "tensors_covered": self.rewrite.covered,
-            "elements_covered": self.rewrite.covered_elements,
-            "left_exact": self.exact(),
+            "arguments": list(stream.arguments),
+            "cut": list(stream.cut),
         }
 
-    def _passes(self) -> str:
-        assert self.rewrite is not None
-        plan, config = self.rewrite.plan, self.config
-        guarded = len(plan.intermediate) if config.guard.is_active else 0
-        drawn = len(plan.segments) if config.debias is not None else 0
+    def _passes(self, plan: Plan) -> str:
+        guarded = len(plan.intermediate) if self.config.guard.is_active else 0
+        drawn = len(plan.segments) if self.config.debias is not None else 0
         most = len(plan.knots) + max(guarded, drawn)
         more = f", up to {most} (see stats)" if most > len(plan.knots) else ""
         return f"{plan.num_steps} -> {len(plan.knots)}{more}"
@@ -108,28 +141,47 @@ class Report:
         )
         return ", ".join(limits) or "none: interpolated always"
 
+    def _stream_rows(self, stream: Stream) -> list[tuple[str, object]]:
+        assert self.rewrite is not None
+        plan = stream.plan
+        rows: list[tuple[str, object]] = [
+            ("steps", plan.num_steps),
+            ("plan", plan.origin),
+            ("groups", ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in plan.groups)),
+            ("knots", ", ".join(map(str, plan.knots))),
+            ("backward passes", self._passes(plan)),
+        ]
+        if plan.predicted_error:
+            whole = "the gradient" if len(self.rewrite.streams) == 1 else "the stream's share of the gradient"
+            rows.append(("predicted error", f"{plan.predicted_error:.2f} of {whole}"))
+        if stream.cut:
+            rows.append(("cut", f"no gradient through the state of steps {', '.join(map(str, stream.cut))}"))
+        return rows
+
     def __str__(self) -> str:
-        report = self.to_dict()
-        rows: list[tuple[str, object]] = [("function", self.function), ("denoiser", self.denoiser or "not called yet")]
+        names = ", ".join(self.denoisers) or "not called yet"
+        rows: list[tuple[str, object]] = [("function", self.function), ("denoiser", names)]
         if self.rewrite is None:
             rows.append(("steps", "nothing rewritten yet: no backward graph was compiled"))
         else:
+            several = len(self.rewrite.streams) > 1
+            for s, stream in enumerate(self.rewrite.streams):
+                if several:
+                    rows.append((f"stream {s}", f"calls of {self.denoisers[stream.denoiser]}"))
+                rows += [(f"  {name}" if several else name, text) for name, text in self._stream_rows(stream)]
             rows += [
-                ("steps", report["steps"]),
-                ("plan", report["plan"]),
-                ("groups", ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in report["groups"])),
-                ("knots", ", ".join(map(str, report["knots"]))),
-                ("backward passes", self._passes()),
-                ("gradients covered", f"{report['tensors_covered']} tensors, {report['elements_covered']:,} elements"),
-                ("left exact", "\n".join(report["left_exact"]) or "nothing: every group has intermediate steps"),
+                ("gradients covered", f"{self.rewrite.covered} tensors, {self.rewrite.covered_elements:,} elements"),
+                ("left exact", "\n".join(self.exact()) or "nothing: every group has intermediate steps"),
                 ("rewritten graphs", self.graphs),
             ]
-            if plan_error := report["predicted_error"]:
-                rows.append(("predicted error", f"{plan_error:.2f} of the gradient"))
-        weights = report["weights"] + (", quadratic" if report["degree"] == 2 else "")
+        weights = self.config.rule.weights.value + (", quadratic" if self.config.rule.degree == 2 else "")
         rows += [("weights", weights), ("guard", self._guard())]
         if self.config.debias is not None:
             rows.append(("debias", f"each segment with probability {self.config.debias:g}"))
-        rows += [("lowering", report["lowering"]), ("torch", report["torch"])]
-        table: str = tabulate(rows, headers=["jagg_fx", "report"], tablefmt="simple", disable_numparse=True)
+        rows += [("lowering", self.config.lowering.value), ("torch", torch.__version__)]
+        if self.notes:
+            rows.append(("notes", "\n".join(self.notes)))
+        table: str = tabulate(
+            rows, headers=["jagg_fx", "report"], tablefmt="simple", disable_numparse=True, preserve_whitespace=True
+        )
         return table

@@ -5,15 +5,18 @@ graph that no value depends on: no operator with side effects, no synchronisatio
 the vector on its device; nothing waits for it until `transformed.stats` is read.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jagg_fx.plan import Plan, Segment
+
+Plans = tuple[Plan, ...]  # one for each stream
 
 FIELDS_PER_STEP = 3  # a norm for each step; a score and a decision for each segment, of which there are fewer
 
@@ -32,9 +35,13 @@ def _(probe: Tensor) -> Tensor:
 SLOT = torch.ops.jagg_fx.statistics.default  # the slot as the graphs hold it
 
 
-def pack(norms: Tensor, scores: Tensor, keep: Tensor, size: int) -> Tensor:
-    """`[|g_i| of N steps, score of S segments, whether each was interpolated, padding]` in float32, `[size]`."""
-    packed = torch.cat([norms.float(), scores.float(), keep.float()])
+def pack(norms: Tensor, scores: Tensor, keep: Tensor) -> Tensor:
+    """Numbers of one stream `[|g_i| of N steps, score of S segments, whether each was interpolated]` in float32."""
+    return torch.cat([norms.float(), scores.float(), keep.float()])
+
+
+def pad(packed: Tensor, size: int) -> Tensor:
+    """The numbers of all streams that have segments, stream after stream, with zeros up to `[size]`."""
     return torch.nn.functional.pad(packed, (0, size - packed.shape[0]))
 
 
@@ -46,7 +53,7 @@ class Numbers:
         jagg_frac: share of the intermediate steps that were interpolated.
         exact_segments: number of segments whose steps got their exact VJPs.
         scores: score of each segment: the least agreement (cosine) of a step's velocity with its interpolation.
-        cotangent_norms: `|g_i|` of every step.
+        cotangent_norms: `|g_i|` of every step, stream after stream (those with segments).
     """
 
     jagg_frac: float
@@ -74,34 +81,41 @@ class Recorder:
     """Keeps the packed numbers of the last backward and their sum, on their device."""
 
     def __init__(self) -> None:
-        self._plan: Plan | None = None
+        self._plans: Plans | None = None
         self._count = 0
         self._last = self._sum = torch.zeros(0)
 
-    def record(self, plan: Plan, packed: Tensor) -> None:
+    def record(self, plans: Plans, packed: Tensor) -> None:
         packed = packed.detach()
-        if plan != self._plan or packed.shape != self._sum.shape:
-            self._plan, self._count, self._sum = plan, 0, torch.zeros_like(packed)
+        if plans != self._plans or packed.shape != self._sum.shape:
+            self._plans, self._count, self._sum = plans, 0, torch.zeros_like(packed)
         self._count, self._last, self._sum = self._count + 1, packed.clone(), self._sum + packed
 
     def read(self) -> Statistics | None:
         """The statistics so far; waits for the device. None before the first backward with intermediate steps."""
-        if self._plan is None:
+        if self._plans is None:
             return None
         mean = self._sum / self._count
-        return Statistics(self._count, _unpack(self._plan, self._last), _unpack(self._plan, mean))
+        return Statistics(self._count, _unpack(self._plans, self._last), _unpack(self._plans, mean))
 
 
-def _unpack(plan: Plan, packed: Tensor) -> Numbers:
-    numbers, segments = packed.tolist(), plan.segments
-    steps, count = plan.num_steps, len(segments)
-    scores, kept = numbers[steps : steps + count], numbers[steps + count : steps + 2 * count]
-    interpolated = sum(keep * len(segment.intermediate) for keep, segment in zip(kept, segments, strict=True))
+def _unpack(plans: Plans, packed: Tensor) -> Numbers:
+    numbers = iter(packed.tolist())
+    norms: list[float] = []
+    scores: dict[Segment, float] = {}
+    kept: dict[Segment, float] = {}
+    for stream, plan in enumerate(plans):
+        if plan.segments:
+            segments = [replace(segment, stream=stream) for segment in plan.segments]
+            norms += itertools.islice(numbers, plan.num_steps)
+            scores |= zip(segments, itertools.islice(numbers, len(segments)), strict=True)
+            kept |= zip(segments, itertools.islice(numbers, len(segments)), strict=True)
+    interpolated = sum(keep * len(segment.intermediate) for segment, keep in kept.items())
     return Numbers(
-        jagg_frac=interpolated / len(plan.intermediate),
-        exact_segments=count - math.fsum(kept),
-        scores=dict(zip(segments, scores, strict=True)),
-        cotangent_norms=tuple(numbers[:steps]),
+        jagg_frac=interpolated / sum(len(segment.intermediate) for segment in kept),
+        exact_segments=len(kept) - math.fsum(kept.values()),
+        scores=scores,
+        cotangent_norms=tuple(norms),
     )
 
 

@@ -1,30 +1,34 @@
 """`transform`: the front door. Capture a function, mark its steps, rewrite its joint graph, lower it."""
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import fx, nn
 
-from jagg_fx import reference
+from jagg_fx import canaries, reference
 from jagg_fx._compat import compile_isolated, dynamo_errors, dynamo_settings
 from jagg_fx.backend import lower
-from jagg_fx.config import Config, Lowering
-from jagg_fx.denoiser import TIME, Region, check_denoiser, describe_function, find_denoiser, find_time
+from jagg_fx.config import Chain, Config, Lowering
+from jagg_fx.denoiser import check_denoiser, describe_function, find_denoiser, find_time
 from jagg_fx.distributed import from_rank_zero, is_distributed
 from jagg_fx.errors import (
     DynamoFailedError,
     NoStepsError,
     NotCalibratedError,
     OptionError,
+    PlanError,
     RaisedInCaptureError,
     SplitStepsError,
 )
 from jagg_fx.outline import outline
 from jagg_fx.plan import Budget, Calibrated, Placement, Plan
+from jagg_fx.preconditions import check_call
+from jagg_fx.region import TIME, Region
 from jagg_fx.report import Report, Rewrite
 from jagg_fx.statistics import Recorder, Statistics
 
@@ -41,13 +45,14 @@ def transform(
     weights: str | None = None,
     knots: int | Sequence[int] | None = None,
     degree: int | None = None,
-    plan: Placement | None = None,
+    plan: Placement | Sequence[Placement] | None = None,
     max_rel_error: float | None = None,
     cos_threshold: float | Literal["auto"] | None = "auto",
     jagg_frac: float | None = None,
     debias: float | None = None,
-    denoiser: nn.Module | None = None,
+    denoiser: nn.Module | Sequence[nn.Module] | None = None,
     time: str | None = None,
+    chain: str = "error",
     lowering: str = "inductor",
     fullgraph: bool = True,
     dynamic: bool | None = None,
@@ -61,7 +66,7 @@ def transform(
     each other with gradients: replays of stored latents, as in Flow-GRPO, DanceGRPO, MixGRPO, DDPO and their kin.
 
     Args:
-        fn: the function, e.g. `replay(latents, sigmas, labels) -> log_probs`. It calls the denoiser once per step. Of an
+        fn: the function, e.g. `replay(latents, sigmas, labels) -> log_probs`. It calls the denoiser at every step. Of an
             already transformed function, the original is taken.
         W: consecutive steps per group; each group keeps the VJPs of its first and last step. At least 2, which keeps
             every step exact. The last group may be shorter.
@@ -71,7 +76,8 @@ def transform(
             reference and measures, and the compiled rewrite starts at the second (see `plan` and `recalibrate`). With a
             default process group, every rank must make the same calls: the second broadcasts rank 0's plan.
         degree: 1 (the default) interpolates linearly between the two nearest knots, 2 quadratically between three.
-        plan: instead of `W` and `knots`, a placement of `jagg_fx.plan` or a plan made and saved earlier.
+        plan: instead of `W` and `knots`, a placement of `jagg_fx.plan` or a plan made and saved earlier; or a list of them, one
+            for each stream of calls.
         max_rel_error: instead of `knots`, the largest predicted relative error of the gradient; the least number of knots
             that keeps to it is chosen by a measurement as with `knots=K`. The prediction is an estimate, not a bound.
         cos_threshold: a segment between two knots is interpolated where the cosine between its steps' velocities and their
@@ -80,8 +86,13 @@ def transform(
         jagg_frac: largest share of intermediate steps that are interpolated in one call, best segments first.
         debias: with this probability per segment, one of its steps adds the error that it makes, scaled so that the mean
             gradient is exact (over the draws; with `cos_threshold` too). Costs up to one more pass per segment.
-        denoiser: the module called once per step. By default the one trainable module that the function can reach.
+        denoiser: the module called at every step, or several (experts that share the steps, a student and a teacher). By
+            default the one trainable module that the function can reach. Calls that follow different paths (the halves of
+            guidance, two experts) are streams with knots of their own; see `jagg_fx/streams.py`.
         time: name of the denoiser's time argument. By default timestep, timesteps, t, time or sigma.
+        chain: what to do where a gradient would flow into a step's state, as in a sampler that is differentiated end to end:
+            "error" refuses, "stop" cuts it at the denoiser's first argument, while the sampler's own path from state to state
+            keeps its gradient (what DRTune, arXiv 2405.00760, does).
         lowering: "inductor" compiles to machine code; "eager" rewrites the same graphs and interprets them; "reference"
             computes the same approximation by plain autograd, without torch.compile.
         fullgraph: as in `torch.compile`. With False the graph may break before and after the loop over the steps.
@@ -89,7 +100,7 @@ def transform(
         options: Inductor's options, as in `torch.compile`.
 
     Returns:
-        An object with the signature and outputs of `fn`, and a `report`.
+        An object with the signature and outputs of `fn`, a `report`, the `plans` and the `stats` of its backwards.
 
     Raises:
         OptionError, PlanError: an argument that cannot be used. Everything that depends on the function itself is
@@ -110,11 +121,22 @@ def transform(
         jagg_frac=jagg_frac,
         debias=debias,
         lowering=lowering,
+        chain=chain,
         options=options,
     )
-    if denoiser is not None:
-        check_denoiser(denoiser)
-    return Transformed(fn, config, denoiser, time, fullgraph=fullgraph, dynamic=dynamic)
+    given = tuple(denoiser) if isinstance(denoiser, (list, tuple)) else () if denoiser is None else (denoiser,)
+    denoisers = tuple(map(check_denoiser, given))
+    inner = {id(child) for module in denoisers for child in module.modules() if child is not module}
+    if (
+        (denoiser is not None and not denoisers)
+        or len(set(denoisers)) < len(denoisers)
+        or inner & set(map(id, denoisers))
+    ):
+        raise OptionError(
+            f"jagg_fx.transform(fn, denoiser=[{', '.join(type(module).__name__ for module in denoisers)}]): a list names at "
+            "least one module, none twice, and none that is part of another one. Name the modules that the function calls itself."
+        )
+    return Transformed(fn, config, denoisers, time, fullgraph=fullgraph, dynamic=dynamic)
 
 
 class Transformed(Generic[P, R]):
@@ -128,7 +150,7 @@ class Transformed(Generic[P, R]):
         self,
         fn: Callable[P, R],
         config: Config,
-        denoiser: nn.Module | None,
+        denoisers: tuple[nn.Module, ...],
         time: str | None,
         *,
         fullgraph: bool,
@@ -140,13 +162,14 @@ class Transformed(Generic[P, R]):
             self._config = replace(config, placement=Calibrated(config.placement))
         self._measuring: reference.Measuring | None = None
         self._recorder = Recorder()
-        self._given_denoiser = denoiser
+        self._given = denoisers
         self._time = time
         self._fullgraph = fullgraph
         self._dynamic = dynamic
-        self._region: Region | None = None
+        self._regions: tuple[Region, ...] = ()
         self._rewrites: list[Rewrite] = []
         self._captured = False  # whether any graph held a step
+        self._findings: tuple[canaries.Finding, ...] = ()  # bugs of torch on the device in use
         self._runs = 0  # graphs with steps that ran during the present call
         functools.update_wrapper(self, fn, updated=())
 
@@ -160,55 +183,64 @@ class Transformed(Generic[P, R]):
         self._compiled = self._compile()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        region = self._current_region(args, kwargs)
+        self._regions = regions = self._current_regions(args, kwargs)
+        if torch.is_grad_enabled():
+            denoisers = [region.denoiser for region in regions]
+            check_call(describe_function(self.original), denoisers, args, kwargs)
         if self._measuring is not None and torch.is_grad_enabled():
             self._finish_calibration()
         placement = self._config.placement
         if isinstance(placement, Calibrated) and not placement.plans and torch.is_grad_enabled():
-            return self._calibrate(region, args, kwargs)
+            return self._calibrate(regions, args, kwargs)
         try:
             if self._config.lowering is not Lowering.REFERENCE:
-                return self._run_compiled(region, args, kwargs)
-            outputs, record, _ = self._run_reference(region, self._config, args, kwargs)
+                return self._run_compiled(regions, args, kwargs)
+            outputs, record, _ = self._run_reference(regions, self._config, args, kwargs)
             if record is not None:
                 self._rewrites = [record]
             return outputs
         except NotCalibratedError:  # a number of steps that no plan was made for
-            return self._calibrate(region, args, kwargs)
+            return self._calibrate(regions, args, kwargs)
 
     def _run_reference(
-        self, region: Region, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, regions: tuple[Region, ...], config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[R, Rewrite | None, reference.Measuring | None]:
-        return reference.run(self.original, region.denoiser, region.time, config, args, kwargs, self._recorder.record)
+        denoisers = [(region.denoiser, region.time) for region in regions]
+        return reference.run(self.original, denoisers, config, args, kwargs, self._recorder.record)
 
-    def _run_compiled(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    def _run_compiled(self, regions: tuple[Region, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         self._runs = 0
+        buffers = [name for region in regions for name, _ in region.denoiser.named_buffers()]
+        if self._config.lowering is Lowering.INDUCTOR:
+            self._findings = canaries.findings(_device(regions[0].denoiser))
         try:
             with (
-                region.installed(),
+                _installed(regions),
                 dynamo_settings(),
-                dynamo_errors(describe_function(self.original), bool(self._dynamic)),
+                dynamo_errors(describe_function(self.original), bool(self._dynamic), buffers),
             ):
                 outputs = self._compiled(*args, **kwargs)
         except RaisedInCaptureError:
-            with region.installed():
+            with _installed(regions):
                 self.original(*args, **kwargs)  # nothing has run yet: let the function raise its own exception
             raise
         except DynamoFailedError as error:
-            if not region.nested:
+            if refusal := next((region.refusal for region in regions if region.refusal), None):
+                raise refusal from None
+            if len(regions) > 1 or not regions[0].nested:
                 raise
-            log.info("%s is traced at every step: a nested region failed (%s)", type(region.denoiser).__name__, error)
-            self._region = Region(region.denoiser, region.time, nested=False)
-            return self._run_compiled(self._region, args, kwargs)
-        self._check_capture(region)
+            log.info("%s is traced at every step: a nested region failed (%s)", self._names()[0], error)
+            self._regions = self._make_regions([regions[0].denoiser], failure=error.reason)
+            return self._run_compiled(self._regions, args, kwargs)
+        self._check_capture()
         return outputs
 
-    def _calibrate(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    def _calibrate(self, regions: tuple[Region, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Run by the reference with even knots and measure; `_finish_calibration` places the knots afterwards."""
         assert isinstance(self._config.placement, Calibrated)
         log.info("the knots of %s are not placed yet: this call measures, by the eager reference", self)
         config = replace(self._config, placement=self._config.placement.budget.calibration())
-        outputs, _, self._measuring = self._run_reference(region, config, args, kwargs)
+        outputs, _, self._measuring = self._run_reference(regions, config, args, kwargs)
         return outputs
 
     def _finish_calibration(self) -> None:
@@ -217,19 +249,26 @@ class Transformed(Generic[P, R]):
         placement = self._config.placement
         assert isinstance(placement, Calibrated)
         assert measuring is not None
-        plan = None
+        plans = None
         if measuring.is_useful:
-            plan = placement.budget.place_measured(measuring.measurements(), self._config.rule)
-        plan = from_rank_zero(plan)
-        if plan is None:
+            plans = tuple(
+                placement.budget.within(part.plan.num_steps, len(measuring.streams)).place_measured(
+                    measured, self._config.rule
+                )
+                if measured
+                else part.plan  # no gradient reached this stream: it keeps even knots
+                for part, measured in zip(measuring.streams, measuring.measurements(), strict=True)
+            )
+        plans = from_rank_zero(plans)
+        if plans is None:
             log.warning(
                 "%s could not place its knots: no backward followed the call that measured, or its gradients were zero or not "
                 "finite. The next call with gradients measures again, by the eager reference.",
                 self,
             )
         else:
-            log.info("knots of %s: %s", self, plan.knots)
-            self._config = replace(self._config, placement=placement.with_plan(plan))
+            log.info("knots of %s: %s", self, ", ".join(str(plan.knots) for plan in plans))
+            self._config = replace(self._config, placement=placement.with_plans(plans))
 
     def _compile(self) -> Callable[P, R]:
         return compile_isolated(self._entry, self._backend, fullgraph=self._fullgraph, dynamic=self._dynamic)
@@ -254,6 +293,19 @@ class Transformed(Generic[P, R]):
     def plan(self) -> Plan | None:
         """The newest plan: which steps are knots. None before the steps were found (or, with `knots=K`, measured).
 
+        Raises:
+            PlanError: the function has several streams of calls, each with a plan of its own.
+        """
+        if len(self.plans) > 1:
+            raise PlanError(
+                f"{self}.plan: the function has {len(self.plans)} streams of calls. Write .plans, a plan for each."
+            )
+        return self.plans[0] if self.plans else None
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The newest plans, one for each stream of calls. Empty before the steps were found (or, with `knots=K`, measured).
+
         With several processes, the knots that a measurement placed appear at the next call with gradients: rank 0 decides
         for all, by a broadcast in which every rank of the default process group takes part.
         """
@@ -261,8 +313,8 @@ class Transformed(Generic[P, R]):
             self._finish_calibration()
         placement = self._config.placement
         if isinstance(placement, Calibrated):
-            return placement.plans[-1] if placement.plans else None
-        return self._rewrites[-1].plan if self._rewrites else None
+            return placement.plans[-1] if placement.plans else ()
+        return self._rewrites[-1].plans if self._rewrites else ()
 
     @property
     def stats(self) -> Statistics | None:
@@ -277,31 +329,58 @@ class Transformed(Generic[P, R]):
         """What was found, rewritten and left exact; it claims nothing before the first backward graph was compiled."""
         return Report(
             function=describe_function(self.original),
-            denoiser=None if self._region is None else type(self._region.denoiser).__name__,
+            denoisers=self._names(),
             config=self._config,
             rewrite=self._rewrites[-1] if self._rewrites else None,
             graphs=len(self._rewrites),
+            notes=self._notes(),
         )
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = [finding.note for finding in self._findings]
+        notes += [
+            f"{type(region.denoiser).__name__} is traced at every step: Dynamo cannot make a region of it ({region.failure})"
+            for region in self._regions
+            if region.failure
+        ]
+        return tuple(notes)
 
     def __repr__(self) -> str:
         return f"<jagg_fx.transform({describe_function(self.original)})>"
 
-    def _current_region(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Region:
-        denoiser = self._given_denoiser
-        if denoiser is None:
-            denoiser = find_denoiser(self.original, args, kwargs)
-        if self._region is None or self._region.denoiser is not denoiser or not self._region.is_current():
-            self._region = Region(denoiser, find_time(denoiser, self._time))
-        return self._region
+    def _names(self) -> tuple[str, ...]:
+        return tuple(type(region.denoiser).__name__ for region in self._regions)
+
+    def _current_regions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Region, ...]:
+        denoisers = self._given or (find_denoiser(self.original, args, kwargs),)
+        known = [region.denoiser for region in self._regions]
+        same = len(known) == len(denoisers) and all(a is b for a, b in zip(known, denoisers, strict=True))
+        if same and all(region.is_current() for region in self._regions):
+            return self._regions
+        return self._make_regions(denoisers)
+
+    def _make_regions(self, denoisers: Sequence[nn.Module], failure: str | None = None) -> tuple[Region, ...]:
+        stop = self._config.chain is Chain.STOP
+        times = [find_time(denoiser, self._time) for denoiser in denoisers]
+        if stop and not all(time.positional for time in times):
+            raise OptionError(
+                f"jagg_fx.transform({describe_function(self.original)}, chain='stop'): the denoiser's forward names no argument, "
+                "so that its state is not known. Name the module below it: denoiser=..."
+            )
+        return tuple(
+            Region(denoiser, time, index=index, stop=stop, failure=failure)
+            for index, (denoiser, time) in enumerate(zip(denoisers, times, strict=True))
+        )
 
     def _backend(self, gm: fx.GraphModule, inputs: Any) -> Any:
-        assert self._region is not None
         steps = bool(gm.graph.find_nodes(op="call_function", target=TIME))
-        if steps and not self._region.nested:
-            outline(gm, self._region.denoiser)
+        if steps and not self._regions[0].nested:
+            outline(gm, self._regions[0].denoiser)
         if not steps and self._fullgraph and torch.is_grad_enabled():
             raise self._no_steps("the captured graph holds no call of it")
-        compiled = lower(gm, inputs, self._config, self._rewrites.append, self._recorder.record)
+        avoid = {name: value for finding in self._findings for name, value in finding.options.items()}
+        config = replace(self._config, options=tuple({**avoid, **dict(self._config.options)}.items()))
+        compiled = lower(gm, inputs, config, self._rewrites.append, self._recorder.record)
         if not steps:
             return compiled
         self._captured = True
@@ -314,20 +393,32 @@ class Transformed(Generic[P, R]):
 
         return counted
 
-    def _check_capture(self, region: Region) -> None:
+    def _check_capture(self) -> None:
         """A function must never run untransformed, or in pieces, without saying so."""
         name = describe_function(self.original)
-        if region.eager_calls and self._fullgraph:
+        eager_calls = sum(region.eager_calls for region in self._regions)
+        if eager_calls and self._fullgraph:
             raise self._no_steps(
                 "torch.compile ran the function eagerly (a stance, TORCH_COMPILE_DISABLE, suppressed errors)"
             )
-        if region.eager_calls:
-            raise SplitStepsError(name, f"{region.eager_calls} calls of the denoiser ran outside every captured graph")
+        if eager_calls:
+            raise SplitStepsError(name, f"{eager_calls} calls of the denoiser ran outside every captured graph")
         if self._runs > 1:
             raise SplitStepsError(name, f"the steps lie in {self._runs} graphs")
         if not self._captured and torch.is_grad_enabled():
             raise self._no_steps("it was never called while the function was captured")
 
     def _no_steps(self, reason: str) -> NoStepsError:
-        denoiser = self._region.denoiser if self._region else self._given_denoiser
-        return NoStepsError(describe_function(self.original), type(denoiser).__name__, reason)
+        return NoStepsError(describe_function(self.original), ", ".join(self._names()), reason)
+
+
+def _device(denoiser: nn.Module) -> str:
+    return next((parameter.device.type for parameter in denoiser.parameters()), "cpu")
+
+
+@contextlib.contextmanager
+def _installed(regions: Sequence[Region]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for region in regions:
+            stack.enter_context(region.installed())
+        yield

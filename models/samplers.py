@@ -1,4 +1,4 @@
-"""Samplers of rectified-flow models as the public RL trainers write them, a rollout, and its replay.
+"""Samplers of rectified-flow models (and DDIM) as the public RL trainers write them, a rollout, and its replay.
 
 Notation: `s` is the noise level (sigma) of the current state `x`, `s' < s` that of the next one, `dt = s' - s < 0`,
 `v` the velocity, `a` or `eta` the noise level of the sampler, `D` the elements per sample. Every stochastic step is
@@ -6,6 +6,7 @@ Gaussian, `x' ~ N(mean, S^2)` with a mean that is affine in `v`; log-probs are t
 the trainers below. `tests/test_samplers.py` checks the formulas against each other and by finite differences.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,6 +109,36 @@ class Euler:
 
     def log_prob(self, x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         raise NotImplementedError("Euler steps are deterministic; use FlowSDE, DanceSDE or CPS for log-probs.")
+
+
+@functools.cache
+def _cumulative_alphas() -> Tensor:
+    """Stable Diffusion's `abar_t` `[1000]`: betas from .00085 to .012, evenly spaced in their square roots."""
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
+    return (1 - betas).cumprod(0)
+
+
+@dataclass(frozen=True)
+class DDIM:
+    """DDIM with noise (arXiv 2010.02502, eq. 12 and 16) for epsilon-prediction, as DDPO uses it (kvablack/ddpo-pytorch).
+
+    `S = eta sqrt((1 - a') / (1 - a) (1 - a / a'))`, `x0 = (x - sqrt(1 - a) e) / sqrt(a)`, `mean = sqrt(a') x0 + sqrt(1 - a' -
+    S^2) e`, where `a` and `a'` are Stable Diffusion's cumulative alphas at the timesteps `1000 s` and `1000 s'`, and the
+    "velocity" is `e`.
+    """
+
+    eta: float = 1.0
+
+    def step(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor, s_max: Tensor) -> tuple[Tensor, Tensor]:
+        alphas = _cumulative_alphas().to(x)
+        timesteps = (1000 * torch.stack([s, s_next])).round().long().clamp(max=999)
+        a, a_next = alphas.gather(0, timesteps)
+        std = self.eta * ((1 - a_next) / (1 - a) * (1 - a / a_next)).sqrt()
+        x0 = (x - (1 - a).sqrt() * v) / a.sqrt()
+        return a_next.sqrt() * x0 + (1 - a_next - std.square()).sqrt() * v, std
+
+    def log_prob(self, x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        return gaussian_log_prob(x_next, mean, std)
 
 
 def schedule(num_steps: int, shift: float = 1.0) -> Tensor:

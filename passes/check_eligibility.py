@@ -9,31 +9,31 @@ from torch import fx
 from jagg_fx.errors import ChainedStatesError, DropoutError, StepMismatchError
 from jagg_fx.passes.emit import value
 from jagg_fx.passes.find_steps import Step
+from jagg_fx.passes.value_numbers import Numbers
 
 
-def check_eligibility(gm: fx.GraphModule, steps: Sequence[Step]) -> None:
-    """Raise unless all steps run one deterministic computation on states that need no gradient.
-
-    Raises:
-        StepMismatchError: steps with different arguments, shapes or Python values, or several calls at one time.
-        DropoutError: the denoiser draws random numbers.
-        ChainedStatesError: a gradient flows into an operand that belongs to one step alone.
-    """
+def check_independent(steps: Sequence[Step]) -> None:
+    """Raise `ChainedStatesError` if a gradient flows from one of all the calls into another."""
     calls = {step.forward for step in steps}
     for step in steps:
         for position in step.gradients:
             if _depends_on(step.operands[position], calls):
                 raise ChainedStatesError(step.index, _describe(step.operands[position]), chained=True)
+
+
+def check_eligibility(gm: fx.GraphModule, steps: Sequence[Step], numbers: Numbers) -> None:
+    """Raise unless all steps of one stream run one deterministic computation on states that need no gradient.
+
+    Raises:
+        StepMismatchError: steps with different arguments, shapes or Python values.
+        DropoutError: the denoiser draws random numbers.
+        ChainedStatesError: a gradient flows into an operand that belongs to one step alone.
+    """
     first = steps[0]
     for step in steps[1:]:
         _check_same_computation(first, step)
     _check_deterministic(getattr(gm, first.region))
-    numbers = _value_numbers(gm.graph)
-    at: dict[Any, Step] = {}
     for step in steps:
-        other = at.setdefault(numbers[step.time], step)
-        if other is not step:
-            raise StepMismatchError.repeated_time(other.index, step.index)
         for position in step.gradients:
             if numbers[step.operands[position]] != numbers[first.operands[position]]:
                 raise ChainedStatesError(step.index, _describe(step.operands[position]), chained=False)
@@ -42,7 +42,7 @@ def check_eligibility(gm: fx.GraphModule, steps: Sequence[Step]) -> None:
 def _check_same_computation(first: Step, step: Step) -> None:
     if step.region == first.region:
         return
-    mine, other = set(step.arguments), set(first.arguments)
+    mine, other = set(step.note.arguments), set(first.note.arguments)
     if mine != other:
         raise StepMismatchError.arguments(step.index, sorted(other - mine), sorted(mine - other))
     differences = [
@@ -94,21 +94,3 @@ def _depends_on(operand: fx.Node, calls: set[fx.Node]) -> bool:
         seen |= new
         pending += new
     return False
-
-
-def _value_numbers(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """A number per node that equal expressions share, so that `torch.cat([a, b])` rebuilt at every step counts once."""
-    numbers: dict[fx.Node, Any] = {}
-    known: dict[Any, int] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and not node.is_impure():
-            expression = fx.map_arg((node.args, node.kwargs), lambda n: ("node", numbers[n]))
-            key: Any = (node.target, repr(expression))
-        elif node.op == "get_attr" and isinstance(
-            constant := getattr(graph.owning_module, str(node.target)), torch.Tensor
-        ):
-            key = ("constant", constant.dtype, repr(constant.tolist()))  # a Python number that was made a tensor
-        else:
-            key = node
-        numbers[node] = known.setdefault(key, len(known))
-    return numbers

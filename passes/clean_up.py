@@ -4,8 +4,8 @@ import torch
 from torch import fx
 
 from jagg_fx._compat import stable_topological_sort
-from jagg_fx.denoiser import TIME
 from jagg_fx.passes.emit import emit
+from jagg_fx.region import TIME
 from jagg_fx.statistics import SLOT
 
 

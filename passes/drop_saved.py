@@ -17,20 +17,21 @@ from jagg_fx.plan import Plan
 PASS = "drop_saved"
 
 
-def drop_saved(gm: fx.GraphModule, steps: Sequence[Step], plan: Plan) -> None:
+def drop_saved(gm: fx.GraphModule, streams: Sequence[Sequence[Step]], plans: Sequence[Plan]) -> None:
     """Run after `interpolate_vjps`, when nothing reads what intermediate steps saved."""
     pruned: dict[tuple[str, tuple[int, ...]], str] = {}
-    intermediate = set(plan.intermediate)
-    for step in steps:
-        _read_inputs_directly(gm, step)
-        for output in [output for output in step.forward.users if not output.users]:
-            gm.graph.erase_node(output)
-        kept = tuple(sorted({output_index(output) for output in step.forward.users}))
-        if (step.region, kept) not in pruned:
-            kind = "value_only" if step.index in intermediate else "returns_less"
-            pruned[step.region, kept] = name = f"{step.region}_{kind}_{len(pruned)}"
-            gm.add_submodule(name, _returning(getattr(gm, step.region), kept))
-        _call(gm, step, pruned[step.region, kept], kept, "value_only" if step.index in intermediate else "forward")
+    for steps, plan in zip(streams, plans, strict=True):
+        for step in steps if plan.segments else ():
+            is_intermediate = step.index in plan.intermediate
+            _read_inputs_directly(gm, step)
+            for output in [output for output in step.forward.users if not output.users]:
+                gm.graph.erase_node(output)
+            kept = tuple(sorted({output_index(output) for output in step.forward.users}))
+            if (step.region, kept) not in pruned:
+                kind = "value_only" if is_intermediate else "returns_less"
+                pruned[step.region, kept] = name = f"{step.region}_{kind}_{len(pruned)}"
+                gm.add_submodule(name, _returning(getattr(gm, step.region), kept))
+            _call(gm, step, pruned[step.region, kept], kept, "value_only" if is_intermediate else "forward")
 
 
 def _read_inputs_directly(gm: fx.GraphModule, step: Step) -> None:
@@ -45,11 +46,11 @@ def _call(gm: fx.GraphModule, step: Step, name: str, kept: Sequence[int], label:
     with gm.graph.inserting_before(step.forward):
         body = gm.graph.get_attr(name)
         call = gm.graph.create_node(
-            "call_function", step.forward.target, (body, name, *step.operands), name=f"step_{step.index}_{label}"
+            "call_function", step.forward.target, (body, name, *step.operands), name=f"{step.name}_{label}"
         )
     call.meta = dict(step.forward.meta)
     call.meta["val"] = tuple(value(step.forward)[k] for k in kept)
-    call.meta["custom"] = {"jagg_fx": {"pass": PASS, "step": step.index}}
+    call.meta["custom"] = {"jagg_fx": step.origin(PASS)}
     for output in list(step.forward.users):
         output.args = (call, kept.index(output_index(output)))
     gm.graph.erase_node(step.forward)

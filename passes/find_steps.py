@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from jagg_fx._compat import invoke_subgraph
-from jagg_fx.denoiser import TIME
 from jagg_fx.errors import NotARegionError
 from jagg_fx.passes.emit import value
+from jagg_fx.region import TIME, CallNote
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,13 @@ class Step:
     """One call of the denoiser that the outputs depend on.
 
     Attributes:
-        index: position among the steps, in the order of the calls.
+        index: position among the steps of its stream, in the order of the calls.
+        stream: which stream it belongs to; `find_steps` numbers all calls through as one, `group_streams` sorts them.
         forward: the region's forward call; its outputs are the values and what it saves for the backward.
         backward: the region's backward call; its outputs are the gradients of the operands.
         operands: what the forward call reads: the denoiser's arguments and parameters.
         time: the operand that is the step's time, before its marker.
-        arguments: names of the arguments that the denoiser was called with.
+        note: what is known of the call: which denoiser, with which arguments.
         cotangent_positions: where the backward call takes its cotangents, one per differentiable value.
         gradients: for each operand whose gradient is used, the node of that gradient.
         values: the differentiable values `v_i` that the loss reads, by their place among the cotangents.
@@ -36,10 +37,20 @@ class Step:
     backward: fx.Node
     operands: tuple[fx.Node, ...]
     time: fx.Node
-    arguments: tuple[str, ...]
+    note: CallNote
     cotangent_positions: tuple[int, ...]
     gradients: dict[int, fx.Node]
     values: dict[int, fx.Node]
+    stream: int = 0
+
+    @property
+    def name(self) -> str:
+        """For nodes."""
+        return f"step_{self.index}" if self.stream == 0 else f"stream_{self.stream}_step_{self.index}"
+
+    def origin(self, name: str) -> dict[str, Any]:
+        """Provenance of nodes that the pass of that name adds for this step."""
+        return {"pass": name, "stream": self.stream, "step": self.index}
 
     @property
     def region(self) -> str:
@@ -123,7 +134,7 @@ def find_steps(graph: fx.Graph) -> list[Step]:
                 backward=backward,
                 operands=tuple(operands),
                 time=_marked_time(marker),
-                arguments=tuple(str(marker.args[1]).split(",")),
+                note=CallNote.decode(str(marker.args[1])),
                 cotangent_positions=positions,
                 gradients={output_index(user): user for user in backward.users if user.users},
                 values=_differentiable_values(forward, [backward.args[position] for position in positions]),

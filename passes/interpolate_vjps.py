@@ -64,8 +64,8 @@ def _compose(knot: Step, slot: int, plan: Plan, others: fx.Node, weights: fx.Nod
             weights = weights * gate[0].reshape(-1, *[1] * per_sample_dims)
         return interpolation.composite(own, others, weights)
 
-    origin = {"pass": PASS, "step": knot.index, "from": list(plan.intermediate)}
-    name = f"composite_{knot.index}" if slot == 0 else f"composite_{knot.index}_{slot}"
+    origin = {**knot.origin(PASS), "from": list(plan.intermediate)}
+    name = f"composite_{knot.name}" if slot == 0 else f"composite_{knot.name}_{slot}"
     operands = (own, others, weights) if gates is None else (own, others, weights, gates)
     node = emit(knot.backward, composite, operands, name=name, origin=origin)
     knot.backward.update_arg(knot.cotangent_positions[slot], node)

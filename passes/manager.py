@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -12,21 +12,24 @@ from torch import fx
 import jagg_fx
 from jagg_fx._compat import CustomGraphPass
 from jagg_fx.config import Config
-from jagg_fx.denoiser import TIME
 from jagg_fx.errors import NoStepsError
 from jagg_fx.inspect import step_lines
-from jagg_fx.passes.check_eligibility import check_eligibility
+from jagg_fx.passes.check_eligibility import check_eligibility, check_independent
 from jagg_fx.passes.clean_up import clean_up
 from jagg_fx.passes.drop_saved import drop_saved
 from jagg_fx.passes.emit import value
 from jagg_fx.passes.find_steps import Step, find_steps, marked_calls
+from jagg_fx.passes.group_streams import group_streams
 from jagg_fx.passes.interpolate_vjps import interpolate_vjps
+from jagg_fx.passes.materialise_conjugates import materialise_conjugates
 from jagg_fx.passes.record_statistics import record_statistics
 from jagg_fx.passes.route_segments import route_segments
 from jagg_fx.passes.score_segments import score_segments
+from jagg_fx.passes.value_numbers import value_numbers
 from jagg_fx.passes.weigh_steps import weigh_steps
 from jagg_fx.plan import Plan
-from jagg_fx.report import Rewrite
+from jagg_fx.region import TIME
+from jagg_fx.report import Rewrite, Stream
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class JaggPass(CustomGraphPass):
 
 def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
     """Rewrite in place; None for a graph without steps, from which only the markers are erased."""
+    materialise_conjugates(gm)
     if not gm.graph.find_nodes(op="call_function", target=TIME):
         return None
     calls, steps = len(marked_calls(gm.graph)), find_steps(gm.graph)
@@ -65,38 +69,59 @@ def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
             raise NoStepsError("fn", "the denoiser", f"no output depends on any of its {calls} calls with a gradient")
         clean_up(gm)  # a graph without a backward, compiled for no_grad
         return None
-    check_eligibility(gm, steps)
-    _log_steps("before", gm, steps)
-    plan = config.plan(len(steps))
-    record = _record(steps, plan, calls)
-    if plan.segments:
-        weighing = weigh_steps(steps, plan)
-        decision = score_segments(steps, plan, weighing, config.guard, config.debias)
-        record_statistics(gm.graph, steps, decision)
-        interpolate_vjps(steps, plan, weighing, decision)
-        route_segments(gm, steps, plan, decision)
-        drop_saved(gm, steps, plan)
+    check_independent(steps)
+    numbers = value_numbers(gm.graph)
+    streams = group_streams(steps, numbers)
+    for stream in streams:
+        check_eligibility(gm, stream, numbers)
+    _log_steps("before", gm, streams)
+    plans = [config.plan(len(stream), s, len(streams)) for s, stream in enumerate(streams)]
+    record = _record(streams, plans, calls)
+    _interpolate(gm, [(stream, plan) for stream, plan in zip(streams, plans, strict=True) if plan.segments], config)
+    drop_saved(gm, streams, plans)
     clean_up(gm)
-    _log_steps("after", gm, steps)
-    log.info("%d steps, backward passes through the denoiser %d -> %d", plan.num_steps, plan.num_steps, len(plan.knots))
+    _log_steps("after", gm, streams)
+    for plan in plans:
+        log.info(
+            "%d steps, backward passes through the denoiser %d -> %d", plan.num_steps, plan.num_steps, len(plan.knots)
+        )
     return record
 
 
-def _record(steps: list[Step], plan: Plan, calls: int) -> Rewrite:
-    covered = sorted({position for step in steps for position in step.gradients})
-    tensors = [value(steps[0].operands[position]) for position in covered]
+def _interpolate(gm: fx.GraphModule, planned: Sequence[tuple[list[Step], Plan]], config: Config) -> None:
+    weighings = [weigh_steps(steps, plan) for steps, plan in planned]
+    decisions = [
+        score_segments(steps, plan, weighing, config.guard, config.debias)
+        for (steps, plan), weighing in zip(planned, weighings, strict=True)
+    ]
+    record_statistics(gm.graph, [(steps, decision) for (steps, _), decision in zip(planned, decisions, strict=True)])
+    for (steps, plan), weighing, decision in zip(planned, weighings, decisions, strict=True):
+        interpolate_vjps(steps, plan, weighing, decision)
+        route_segments(gm, steps, plan, decision)
+
+
+def _record(streams: list[list[Step]], plans: list[Plan], calls: int) -> Rewrite:
+    covered = {step.operands[position] for steps in streams for step in steps for position in step.gradients}
+    tensors = [value(operand) for operand in covered]
     return Rewrite(
-        plan=plan,
-        arguments=steps[0].arguments,
+        streams=tuple(
+            Stream(
+                denoiser=steps[0].note.denoiser,
+                plan=plan,
+                arguments=steps[0].note.arguments,
+                cut=tuple(step.index for step in steps if step.note.is_cut),
+            )
+            for steps, plan in zip(streams, plans, strict=True)
+        ),
         covered=len(tensors),
         covered_elements=sum(int(t.numel()) for t in tensors if isinstance(t, torch.Tensor)),
-        calls_without_gradient=calls - len(steps),
+        calls_without_gradient=calls - sum(map(len, streams)),
     )
 
 
-def _log_steps(when: str, gm: fx.GraphModule, steps: list[Step]) -> None:
+def _log_steps(when: str, gm: fx.GraphModule, streams: list[list[Step]]) -> None:
     if log.isEnabledFor(logging.DEBUG):
-        log.debug("steps %s the rewrite:\n%s", when, "\n".join(step_lines(gm.graph, steps)))
+        log.debug("steps %s the rewrite:\n%s", when, "\n".join(step_lines(gm.graph, streams)))
 
 
 @cache

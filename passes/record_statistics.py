@@ -14,21 +14,29 @@ from jagg_fx.statistics import SLOT
 PASS = "record_statistics"
 
 
-def record_statistics(graph: fx.Graph, steps: Sequence[Step], decision: Decision) -> None:
+def record_statistics(graph: fx.Graph, scored: Sequence[tuple[Sequence[Step], Decision]]) -> None:
+    """Pack the numbers of all streams that have intermediate steps, stream after stream, each with its steps and decision."""
     slots = graph.find_nodes(op="call_function", target=SLOT)
-    if not slots:
+    if not slots or not scored:
         return
     size = value(slots[0]).shape[0]
+    packed = [_packed(slots[0], steps, decision) for steps, decision in scored]
+
+    def joined(*packed: Tensor) -> Tensor:
+        return statistics.pad(torch.cat(packed), size)
+
+    node = emit(slots[0], joined, packed, name="statistics", origin={"pass": PASS})
+    slots[0].replace_all_uses_with(node)
+    for slot in slots[1:]:
+        drop_summand(slot, slot.all_input_nodes[0], {"pass": PASS})
+
+
+def _packed(before: fx.Node, steps: Sequence[Step], decision: Decision) -> fx.Node:
     groups = [[step.cotangents[slot] for step in steps] for slot in range(len(steps[0].cotangent_positions))]
 
     def packed(scores: Tensor, keep: Tensor, *cotangents: Tensor) -> Tensor:
         by_slot = [torch.stack(cotangents[n : n + len(steps)]) for n in range(0, len(cotangents), len(steps))]
-        return statistics.pack(interpolation.cotangent_norms(by_slot), scores, keep, size)
+        return statistics.pack(interpolation.cotangent_norms(by_slot), scores, keep)
 
     operands = (decision.scores, decision.keep, *(g for group in groups for g in group))
-    origin = {"pass": PASS}
-    node = emit(slots[0], packed, operands, name="statistics", origin=origin)
-    slots[0].replace_all_uses_with(node)
-    for slot in slots[1:]:
-        probe = slot.all_input_nodes[0]
-        drop_summand(slot, probe, origin)
+    return emit(before, packed, operands, name="statistics_of_stream", origin={"pass": PASS, "stream": steps[0].stream})

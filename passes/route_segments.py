@@ -44,7 +44,7 @@ def route_segments(gm: fx.GraphModule, steps: Sequence[Step], plan: Plan, decisi
     branches = _Branches(gm, steps)
     end = gm.graph.output_node()
     for s, segment in enumerate(plan.segments):
-        origin = {"pass": PASS, "segment": (segment.a, segment.b)}
+        origin = {"pass": PASS, "stream": steps[0].stream, "segment": (segment.a, segment.b)}
         exact = [_Exact(branches.own_operands(steps[i]), cotangents[i]) for i in segment.intermediate]
         if decision.is_guarded:
             is_exact = functools.partial(_is_exact, segment=s)
@@ -103,7 +103,8 @@ class _Branches:
         end = self.gm.graph.output_node()
         own = [_contiguous(node) for step in exact for node in (*step.operands, *step.cotangents)]
         inputs = (*self.sums, *self.shared, *own)
-        bodies = self._body(f"exact_vjps_of_{len(exact)}", inputs), self._body(f"no_vjps_of_{len(exact)}", inputs)
+        size = f"{len(exact)}_of_stream_{self.step.stream}"
+        bodies = self._body(f"exact_vjps_of_{size}", inputs), self._body(f"no_vjps_of_{size}", inputs)
         readers = [list(total.users) for total in self.sums]
         meta = {"partitioner_tag": BACKWARD, "custom": {"jagg_fx": origin}}
         with self.gm.graph.inserting_before(end):
@@ -237,7 +238,7 @@ def _sum_over_steps(steps: Sequence[Step], position: int) -> fx.Node:
 
 
 def _remove_backward(step: Step) -> None:
-    origin = {"pass": PASS, "step": step.index}
+    origin = step.origin(PASS)
     for position, gradient in step.gradients.items():
         drop_summand(gradient, step.operands[position], origin)
     graph = step.backward.graph

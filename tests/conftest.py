@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+_outcomes: dict[Any, bool] = {}  # of the compatibility table's cells
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +17,42 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--matrix", action="store_true", help="run the whole compatibility table, and write it into the README"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("inductor"):  # heavy compiles run one after the other, in one worker
+            item.add_marker(pytest.mark.xdist_group("inductor"))
+    if not config.getoption("--matrix"):
+        left_out = [item for item in items if item.get_closest_marker("matrix")]
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    for name, cell in report.user_properties:
+        if name == "cell" and (report.when == "call" or report.failed):
+            _outcomes[tuple(cell)] = report.passed  # type: ignore[arg-type]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    is_worker = hasattr(session.config, "workerinput")
+    if session.config.getoption("--matrix") and not is_worker:
+        from jagg_fx.models.zoo import zoo
+        from tests.compatibility import cells_of, save
+        from tests.matrix import FEATURES, diagonal
+
+        expected = {*cells_of(FEATURES, zoo), *((feature, family, "inductor") for family, feature in diagonal())}
+        missing = sorted(expected - set(_outcomes))
+        if missing:
+            print(
+                f"\nThe compatibility table is not written: {len(missing)} of its cells did not run, {missing[:3]}, ..."
+            )
+        else:
+            save(_outcomes)

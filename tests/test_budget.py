@@ -121,7 +121,7 @@ def test_the_measured_numbers_are_those_of_plain_autograd() -> None:
     transformed = jagg_fx.transform(problem.fn, knots=3, lowering="eager", cos_threshold=None)
     transformed(z, t).sum().backward()
     assert transformed._measuring is not None
-    measured = transformed._measuring.measurements()
+    (measured,) = transformed._measuring.measurements()
     torch.testing.assert_close(measured.norms, v.grad.norm(dim=-1) * every[:, None])
     torch.testing.assert_close(measured.values[0], v.detach())
     placed = next(k for k in best_knots(STEPS, measured.errors) if len(k) == 3)
@@ -226,7 +226,7 @@ def test_another_number_of_steps_is_measured_by_itself() -> None:
         problem = Problem(model, fn, (z[: steps + 1], t[: steps + 1]), list(model.parameters()))
         _, got = problem.run(transformed)
         assert transformed.plan is not None
-    plan = next(p for p in transformed._config.placement.plans if p.num_steps == 9)
+    plan = next(p for (p,) in transformed._config.placement.plans if p.num_steps == 9)
     _, want = problem.run(jagg_fx.transform(fn, knots=plan.knots, lowering="reference", cos_threshold=None))
     assert relative_error(got, want) < 1e-10
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from jagg_fx import _compat
-from jagg_fx.denoiser import TIME, Region, find_time
+from jagg_fx.denoiser import find_time
 from jagg_fx.layouts import contiguous_cotangent, example, unify_layouts
 from jagg_fx.outline import outline
+from jagg_fx.region import TIME, Region
 from jagg_fx.unstack import unstack_inputs
 from tests.problems import BATCH, MLP, PROBLEMS, STEPS, Problem, path, per_sample_times, squared
 
@@ -27,7 +28,7 @@ def capture(problem: Problem, nested: bool = True) -> tuple[fx.GraphModule, list
         graphs.append((gm, inputs))
         raise CapturedError
 
-    region = Region(problem.model, find_time(problem.model, None), nested)
+    region = Region(problem.model, find_time(problem.model, None), failure=None if nested else "tried")
     with region.installed(), _compat.dynamo_settings(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         torch.compile(problem.fn, backend=backend, fullgraph=True)(*problem.args)
     return graphs[0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import jagg_fx
 from jagg_fx import errors
-from tests.problems import BATCH, DIM, MLP, STEPS, TakesNumbers, path, squared
+from tests.problems import BATCH, DIM, MLP, STEPS, path, squared
 
 Body = Callable[[nn.Module, Tensor, Tensor], Any]
 
@@ -22,6 +22,41 @@ class Dropping(MLP):
 
     def forward(self, z: Tensor, t: Tensor, condition: Tensor | None = None) -> Any:
         return self.dropout(super().forward(z, t, condition))
+
+
+class Noisy(MLP):
+    def forward(self, z: Tensor, t: Tensor, condition: Tensor | None = None) -> Any:
+        return super().forward(z + 0.1 * torch.randn_like(z), t, condition)
+
+
+class Normalised(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, z: Tensor, t: Tensor, condition: Tensor | None = None) -> Any:
+        return self.norm(super().forward(z, t, condition))
+
+
+@torch.library.custom_op("jagg_fx_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+doubled.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+class Untraceable(MLP):
+    def forward(self, z: Tensor, t: Tensor, condition: Tensor | None = None) -> Any:
+        return doubled(super().forward(z, t, condition))
+
+
+OPAQUE = object()
+
+
+class ReturnsAnObject(MLP):
+    def forward(self, z: Tensor, t: Tensor, condition: Tensor | None = None) -> Any:
+        return super().forward(z, t, condition), OPAQUE
 
 
 class Counting(MLP):
@@ -48,19 +83,9 @@ def another_shape_at_step_two(model: nn.Module, z: Tensor, t: Tensor) -> Tensor:
     return torch.stack([model(z[i, :b], t[i].expand(b)).sum() for i, b in enumerate(batches)])
 
 
-def two_calls_per_step(model: nn.Module, z: Tensor, t: Tensor) -> Tensor:
-    def guided(i: int) -> Tensor:
-        u, c = model(z[i], t[i].expand(BATCH)), model(2 * z[i], t[i].expand(BATCH))
-        result: Tensor = u + 3 * (c - u)
-        return result
-
-    return torch.stack([squared(z, t, i, guided(i)) for i in range(STEPS)], 1)
-
-
-def two_calls_at_python_numbers(model: nn.Module, z: Tensor, t: Tensor) -> Tensor:
-    times = [1 - 0.1 * i for i in range(STEPS)]
-    pairs = [(model(z[i], times[i]), model(2 * z[i], times[i])) for i in range(STEPS)]
-    return torch.stack([squared(z, t, i, u + 3 * (c - u)) for i, (u, c) in enumerate(pairs)], 1)
+def a_second_call_at_some_steps(model: nn.Module, z: Tensor, t: Tensor) -> Tensor:
+    v = [model(z[i], t[i].expand(BATCH)) + (model(2 * z[i], t[i].expand(BATCH)) if i < 2 else 0) for i in range(STEPS)]
+    return torch.stack([squared(z, t, i, v[i]) for i in range(STEPS)], 1)
 
 
 def chained(model: nn.Module, z: Tensor, t: Tensor) -> Tensor:
@@ -130,11 +155,14 @@ class PerElement(nn.Linear):
 REFUSALS: list[tuple[Body, Callable[[], nn.Module], type[errors.JaggError], str]] = [
     (another_argument_at_step_three, MLP, errors.StepMismatchError, r"step 3 .*\+condition"),
     (another_shape_at_step_two, MLP, errors.StepMismatchError, r"step 2 .*\[2, 8\] where step 0 has float32\[3, 8\]"),
-    (two_calls_per_step, MLP, errors.StepMismatchError, r"calls 0 and 1 .*same time.*torch\.cat"),
-    (two_calls_at_python_numbers, TakesNumbers, errors.StepMismatchError, r"calls 0 and 1 .*same time"),
+    (a_second_call_at_some_steps, MLP, errors.StepMismatchError, r"calls 0 and 1 .*same time.*torch\.cat"),
     (chained, MLP, errors.ChainedStatesError, r"step 1: its input depends on the velocity of an earlier step.*detach"),
     (plain, Dropping, errors.DropoutError, r"native_dropout.*denoiser\.eval\(\)"),
-    (plain, Counting, errors.NotARegionError, r"in place.*Return the new value"),
+    (plain, Noisy, errors.DropoutError, r"randn.*denoiser\.eval\(\)"),
+    (plain, Counting, errors.NotARegionError, r"in place.*buffers: calls.*Return the new value"),
+    (plain, Normalised, errors.BatchNormError, r"Normalised has batch normalisation.*\(norm\).*\.eval\(\)"),
+    (plain, Untraceable, errors.FakeImplementationError, r"jagg_fx_tests::doubled.*register_fake"),
+    (plain, ReturnsAnObject, errors.NotARegionError, r"returns object"),
     (
         depends_on_a_value,
         MLP,
@@ -176,6 +204,10 @@ def test_refused(body: Body, make: Callable[[], nn.Module], kind: type[errors.Ja
     [
         (chained, MLP, errors.ChainedStatesError),
         (plain, Dropping, errors.DropoutError),
+        (plain, Noisy, errors.DropoutError),
+        (plain, Counting, errors.NotARegionError),
+        (plain, Normalised, errors.BatchNormError),
+        (plain, ReturnsAnObject, errors.NotARegionError),
         (never_calls_it, MLP, errors.NoStepsError),
         (detached, MLP, errors.NoStepsError),
         (without_time, MLP, errors.TimeArgumentError),
@@ -192,6 +224,20 @@ def test_dropout_in_eval_mode_or_of_probability_zero_is_no_dropout() -> None:
         transformed = jagg_fx.transform(_replay(plain, model), lowering="eager")
         transformed(*path(torch.float32)).sum().backward()
         assert transformed.report.to_dict()["backward_passes_after"] == 5
+
+
+def test_latents_of_inference_mode_are_refused() -> None:
+    with torch.inference_mode():
+        z, t = path(torch.float32)
+    for lowering in ("eager", "reference"):
+        with pytest.raises(errors.InferenceTensorError, match=r"argument 0 was made under.*latents\.clone\(\)"):
+            jagg_fx.transform(_replay(plain, MLP()), lowering=lowering)(z, t)
+
+
+def test_batch_norm_in_eval_mode_is_fine() -> None:
+    transformed = jagg_fx.transform(_replay(plain, Normalised().eval()), lowering="eager")
+    transformed(*path(torch.float32)).sum().backward()
+    assert transformed.report.to_dict()["backward_passes_after"] == 5
 
 
 def test_a_state_that_needs_a_gradient_of_its_own_is_refused() -> None:

@@ -10,8 +10,8 @@ def test_it_claims_nothing_before_the_first_backward_graph() -> None:
     transformed = jagg_fx.transform(problem.fn, lowering="eager")
     for _ in range(2):
         report = transformed.report.to_dict()
-        asked = {"weights", "degree", "cos_threshold", "jagg_frac", "debias", "lowering"}
-        assert set(report) == {"function", "denoiser", "torch", "rewritten_graphs"} | asked
+        asked = {"weights", "degree", "cos_threshold", "jagg_frac", "debias", "chain", "lowering"}
+        assert set(report) == {"function", "denoisers", "torch", "rewritten_graphs", "notes"} | asked
         assert report["rewritten_graphs"] == 0
         assert "nothing rewritten yet" in str(transformed.report)
         with torch.no_grad():  # compiles, but no backward
@@ -24,7 +24,9 @@ def test_it_says_what_was_rewritten() -> None:
     problem.run(transformed)
     assert transformed.report.to_dict() == {
         "function": "fn",
-        "denoiser": "MLP",
+        "denoisers": ["MLP"],
+        "notes": [],
+        "chain": "error",
         "weights": "time",
         "degree": 1,
         "cos_threshold": DEFAULT_COS_THRESHOLD,
@@ -34,14 +36,21 @@ def test_it_says_what_was_rewritten() -> None:
         "torch": torch.__version__,
         "rewritten_graphs": 1,
         "steps": 9,
-        "plan": "paper(W=4)",
-        "predicted_error": None,
-        "groups": [[0, 3], [4, 7], [8, 8]],
-        "knots": [0, 3, 4, 7, 8],
-        "interpolated": [1, 2, 5, 6],
+        "streams": [
+            {
+                "denoiser": "MLP",
+                "steps": 9,
+                "plan": "paper(W=4)",
+                "predicted_error": None,
+                "groups": [[0, 3], [4, 7], [8, 8]],
+                "knots": [0, 3, 4, 7, 8],
+                "interpolated": [1, 2, 5, 6],
+                "arguments": ["t", "z"],
+                "cut": [],
+            }
+        ],
         "backward_passes_before": 9,
         "backward_passes_after": 5,
-        "arguments": ["t", "z"],
         "tensors_covered": 4,
         "elements_covered": sum(p.numel() for p in problem.model.parameters()),
         "left_exact": ["step 8: alone in its group"],

@@ -1,12 +1,14 @@
 """The samplers' formulas against each other, by finite differences, and against what they imply."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from diffusers import DDIMScheduler
 
 from jagg_fx.models.linear_gaussian import GaussianVelocity
-from jagg_fx.models.samplers import CPS, DanceSDE, Euler, FlowSDE, replay, rollout, schedule
+from jagg_fx.models.samplers import CPS, DDIM, DanceSDE, Euler, FlowSDE, replay, rollout, schedule
 
 SAMPLERS = [FlowSDE(0.7), DanceSDE(0.3), CPS(0.8)]
 S, S_NEXT, S_MAX = (torch.tensor(x, dtype=torch.float64) for x in (0.8, 0.65, 0.9))
@@ -95,3 +97,16 @@ def test_samples_follow_the_data_distribution() -> None:
 def test_euler_has_no_log_prob() -> None:
     with pytest.raises(NotImplementedError, match="deterministic"):
         Euler().log_prob(S, S, S)
+
+
+@pytest.mark.parametrize("eta", [0.3, 1.0])
+def test_ddim_is_diffusers_ddim(eta: float) -> None:
+    scheduler = DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False
+    )
+    scheduler.set_timesteps(10)
+    x, e, noise = torch.randn(3, 2, 4, 8, 8, dtype=torch.float64)
+    for t, t_next in itertools.pairwise(scheduler.timesteps.tolist()):
+        want = scheduler.step(e, t, x, eta=eta, variance_noise=noise, return_dict=False)[0]
+        mean, std = DDIM(eta).step(e, x, torch.tensor(t / 1000), torch.tensor(t_next / 1000), torch.tensor(1.0))
+        torch.testing.assert_close(mean + std * noise, want, rtol=1e-5, atol=1e-5)

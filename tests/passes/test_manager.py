@@ -11,12 +11,14 @@ from torch import fx
 import jagg_fx
 from jagg_fx import _compat
 from jagg_fx.config import Config
-from jagg_fx.denoiser import TIME, Region, find_time
+from jagg_fx.denoiser import find_time
 from jagg_fx.layouts import unify_layouts
 from jagg_fx.passes import manager
-from jagg_fx.passes.check_eligibility import check_eligibility
+from jagg_fx.passes.check_eligibility import check_eligibility, check_independent
 from jagg_fx.passes.find_steps import find_steps, marked_calls
+from jagg_fx.passes.value_numbers import value_numbers
 from jagg_fx.plan import Rule, Schedule, budget, paper
+from jagg_fx.region import TIME, Region
 from jagg_fx.statistics import SLOT, make_probe
 from jagg_fx.unstack import unstack_inputs
 from tests.problems import PROBLEMS, STEPS, Problem, per_sample_times, two_outputs
@@ -63,7 +65,8 @@ def test_find_steps_pairs_every_call_with_its_own_backward(name: str) -> None:
     def check(gm: fx.GraphModule) -> None:
         before = str(gm.graph)
         steps = find_steps(gm.graph)
-        check_eligibility(gm, steps)
+        check_independent(steps)
+        check_eligibility(gm, steps, value_numbers(gm.graph))
         assert str(gm.graph) == before, "recognising must not change anything"
         assert [step.index for step in steps] == list(range(STEPS))
         assert len({step.region for step in steps}) == 1
@@ -104,13 +107,14 @@ def test_the_rewrite_leaves_one_backward_per_knot_and_saves_nothing_in_between(m
         assert len(calls(gm, "is_backward")) == STEPS
         record = manager.rewrite_joint_graph(gm, Config.create(W=4, cos_threshold=None))
         assert record is not None
-        assert record.plan == paper(4).place(STEPS, Rule())
+        (plan,) = record.plans
+        assert plan == paper(4).place(STEPS, Rule())
         assert not gm.graph.find_nodes(op="call_function", target=TIME), "markers are erased"
-        assert len(calls(gm, "is_backward")) == len(record.plan.knots)
+        assert len(calls(gm, "is_backward")) == len(plan.knots)
         forwards = calls(gm, "is_forward")
         assert len(forwards) == STEPS
         value_only = [call for call in forwards if "value_only" in call.name]
-        assert [call.name for call in value_only] == [f"step_{i}_value_only" for i in record.plan.intermediate]
+        assert [call.name for call in value_only] == [f"step_{i}_value_only" for i in plan.intermediate]
         values = 2 if make is two_outputs else 1
         for call in value_only:
             assert len(call.meta["val"]) == values
@@ -119,7 +123,7 @@ def test_the_rewrite_leaves_one_backward_per_knot_and_saves_nothing_in_between(m
             assert len(body.graph.output_node().args[0]) == values
         composites = [node for node in gm.graph.nodes if node.name.startswith("composite_")]
         ends = {user for node in composites for user in node.users if user.target is _compat.invoke_subgraph}
-        assert len(ends) == len(record.plan.knots)
+        assert len(ends) == len(plan.knots)
 
     on_joint_graph(make(torch.float32), check)
 
@@ -171,6 +175,8 @@ class TestCacheKey:
             {"jagg_frac": 0.5},
             {"debias": 0.5},
             {"lowering": "eager"},
+            {"chain": "stop"},
+            {"plan": [paper(4), paper(4)]},
         ],
     )
     def test_any_option_changes_it(self, change: dict[str, Any]) -> None:

@@ -1,0 +1,89 @@
+"""Group calls of denoisers into streams: the calls that follow one path, and whose Jacobians vary smoothly along it.
+
+A loop that calls the denoiser once per step is one stream. Classifier-free guidance by two calls per step is two, and so are two
+experts that share the steps between them (Wan 2.2): a Jacobian tells nothing about that of another prompt or of other weights.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from jagg_fx.errors import StepMismatchError
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is compared of one call; equal values have equal identities.
+
+    Attributes:
+        weights: which denoiser.
+        kind: which computation it runs.
+        time: its time.
+        operands: what else it reads, argument by argument.
+    """
+
+    weights: Hashable
+    kind: Hashable
+    time: Hashable
+    operands: tuple[Hashable, ...]
+
+
+def group(calls: Sequence[Call]) -> list[list[int]]:
+    """Indices of the calls of each stream, streams by their first call.
+
+    Calls of different denoisers are different streams. Calls of one are told apart by what they keep from step to step (the
+    prompt of guidance), or else, where several are at one time, by their order within the step.
+
+    Raises:
+        StepMismatchError: the number of calls changes from step to step, and nothing tells which belong together.
+    """
+    by_weights: dict[Hashable, list[int]] = defaultdict(list)
+    for n, call in enumerate(calls):
+        by_weights[call.weights].append(n)
+    return sorted(stream for own in by_weights.values() for stream in _split(calls, own))
+
+
+def _split(calls: Sequence[Call], own: list[int]) -> list[list[int]]:
+    at: dict[Hashable, list[int]] = defaultdict(list)
+    for n in own:
+        at[calls[n].time].append(n)
+    most = max(map(len, at.values()))
+    kept = _kept_from_step_to_step(calls, own)
+    if most == 1:
+        return _by_prompt(own, kept)
+    streams: dict[Hashable, list[int]] = defaultdict(list)
+    for n in own:
+        streams[calls[n].kind, kept[n]].append(n)
+    if len(streams) == most and all(len({calls[n].time for n in stream}) == len(stream) for stream in streams.values()):
+        return list(streams.values())
+    if len(set(map(len, at.values()))) > 1:
+        first, second = next(same for same in at.values() if len(same) > 1)[:2]
+        raise StepMismatchError.uneven_calls(first, second)
+    return [list(rank) for rank in zip(*at.values(), strict=True)]
+
+
+def _by_prompt(own: list[int], kept: dict[int, tuple[Hashable, ...]]) -> list[list[int]]:
+    """One stream, or several if some argument is the same at several steps and another one at all others.
+
+    The halves of guidance whose times are not known to be equal, and the halves of a batch, are told apart by that.
+    """
+    if len({len(operands) for operands in kept.values()}) > 1:  # calls of another kind, which will be refused
+        return [own]
+    places = []
+    for p, _ in enumerate(kept[own[0]]):
+        values = Counter(kept[n][p] for n in own)
+        # A prompt is kept for longer than there are prompts; a state that two calls share is not.
+        if None not in values and len(values) <= min(values.values()):
+            places.append(p)
+    streams: dict[Hashable, list[int]] = defaultdict(list)
+    for n in own:
+        streams[tuple(kept[n][p] for p in places)].append(n)
+    return list(streams.values())
+
+
+def _kept_from_step_to_step(calls: Sequence[Call], own: list[int]) -> dict[int, tuple[Hashable, ...]]:
+    """For each call its operands, with None for those that no call at another time has in that place."""
+    times: Counter[Hashable] = Counter()
+    for place, operand, _ in {(p, o, calls[n].time) for n in own for p, o in enumerate(calls[n].operands)}:
+        times[place, operand] += 1
+    return {n: tuple(o if times[p, o] > 1 else None for p, o in enumerate(calls[n].operands)) for n in own}

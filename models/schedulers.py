@@ -1,0 +1,23 @@
+"""diffusers schedulers inside a function that torch.compile captures.
+
+What works, tried with FlowMatchEulerDiscreteScheduler, DDIMScheduler and DPMSolverMultistepScheduler of diffusers 0.42: make
+the scheduler and call `set_timesteps` before (it runs numpy), `restart` it first thing inside the function, then call
+`scheduler.step` in the order of its timesteps. DDIM keeps no position: give it its timesteps as Python numbers
+(`scheduler.timesteps.tolist()`), by which its tables are indexed on the host.
+"""
+
+from typing import Any
+
+
+def restart(scheduler: Any) -> None:
+    """Put a scheduler back before its first step, as `set_timesteps` does, in a way that torch.compile can trace.
+
+    Without `set_begin_index` a scheduler looks its first step up by the value of the timestep, which cannot be captured; and with
+    the state of an earlier call it would go on counting from there.
+    """
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(0)
+        scheduler._step_index = None
+    if hasattr(scheduler, "model_outputs"):  # multistep solvers remember what the denoiser said before
+        scheduler.model_outputs = [None] * scheduler.config.solver_order
+        scheduler.lower_order_nums = 0
