@@ -235,6 +235,12 @@ def without_source(placeholder: fx.Node) -> None:
     node._dynamo_source = None
 
 
+def backward_id() -> int:
+    """A number that tells the backward that is running from other ones."""
+    number: int = _probe("torch._C", "_current_graph_task_id")()
+    return number
+
+
 def version(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place."""
     return tensor._version

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from jagg_fx import guard, interpolation, streams
-from jagg_fx._compat import version
+from jagg_fx._compat import backward_id, version
 from jagg_fx.budget import Measurements
 from jagg_fx.config import Chain, Config
 from jagg_fx.denoiser import Arguments, TimeArgument, describe_function
@@ -344,6 +344,7 @@ class Measuring:
         self.streams = [_StreamRun(plan, calls, needed, self) for calls, plan in zip(own, plans, strict=True)]
         self._plans = tuple(plans)
         self._on_statistics = on_statistics
+        self._backward = -1
 
     def of(self, call: _Call) -> "_StreamRun":
         return next(part for part in self.streams if any(call is step for step in part.steps))
@@ -357,10 +358,13 @@ class Measuring:
         """What a budget is placed by, stream by stream; None where the backward did not come by. Call when `is_useful`."""
         return [part.measurements() if part.is_useful else None for part in self.streams]
 
-    def forget_cotangents(self) -> None:
-        """A new backward begins."""
-        for part in self.streams:
-            part.squares.clear()
+    def cotangent_arrives(self) -> None:
+        """Forget those of an earlier backward, which may have stopped halfway."""
+        backward = backward_id()
+        if backward != self._backward:
+            self._backward = backward
+            for part in self.streams:
+                part.squares.clear()
 
     def cotangent_arrived(self) -> None:
         complete = all(len(part.squares) == len(part.slots) * len(part.steps) for part in self.streams)
@@ -503,8 +507,7 @@ class _StreamRun:
         return torch.stack(by_step).sqrt()
 
     def _note(self, slot: int, index: int, cotangent: Tensor) -> None:
-        if (slot, index) in self.squares:
-            self._measuring.forget_cotangents()
+        self._measuring.cotangent_arrives()
         self.squares[slot, index] = interpolation.squared_norms(cotangent[None])[0]
         self._measuring.cotangent_arrived()
 

@@ -135,7 +135,7 @@ class Region:
             if stop and torch.is_grad_enabled():
                 state = time.state(args, kwargs)
                 at_trace_time(look_at_state)
-                if is_chained():
+                if is_chained() and any(tensor.requires_grad for tensor in tensors_in(state)):
                     is_cut = True
                     args, kwargs = time.replace_state(args, kwargs, detached(state))
             note = CallNote(index, time.given(args, kwargs), is_cut).encode()

@@ -377,7 +377,9 @@ class Transformed(Generic[P, R]):
         if steps and not self._regions[0].nested:
             outline(gm, self._regions[0].denoiser)
         if not steps and self._fullgraph and torch.is_grad_enabled():
-            raise self._no_steps("the captured graph holds no call of it")
+            inside = any("checkpoint" in str(node.target) for node in gm.graph.nodes)
+            hint = ": they lie inside torch.utils.checkpoint; checkpoint within the denoiser instead" if inside else ""
+            raise self._no_steps(f"the captured graph holds no call of it{hint}")
         avoid = {name: value for finding in self._findings for name, value in finding.options.items()}
         config = replace(self._config, options=tuple({**avoid, **dict(self._config.options)}.items()))
         compiled = lower(gm, inputs, config, self._rewrites.append, self._recorder.record)

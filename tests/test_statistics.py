@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import jagg_fx
+from jagg_fx.errors import NotRepeatableError
 from jagg_fx.plan import Segment
 from tests.problems import BATCH, STEPS, per_sample_times, squared
 
@@ -52,3 +53,46 @@ def test_means_start_anew_with_a_new_plan() -> None:
         assert transformed.stats is not None
         counts.append(transformed.stats.backwards)
     assert counts == [1, 1, 2], "the measuring call had a plan of its own"
+
+
+def test_the_references_numbers_are_of_one_backward_also_after_one_that_stopped_halfway() -> None:
+    problem = per_sample_times(torch.float64)
+
+    def by_step(z: torch.Tensor, t: torch.Tensor) -> list[torch.Tensor]:
+        return [squared(z, t, i, problem.model(z[i], t[i].expand(BATCH))) for i in range(STEPS)]
+
+    transformed = jagg_fx.transform(by_step, lowering="reference", cos_threshold=None)
+    outputs = transformed(*problem.args)
+    sum(outputs[:2]).sum().backward(retain_graph=True)
+    assert transformed.stats is None
+    for scale in (1.0, 100.0):
+        (scale * sum(outputs)).sum().backward(retain_graph=True)
+        assert transformed.stats is not None
+        norms = torch.tensor(transformed.stats.last.cotangent_norms)
+        if scale == 1:
+            first = norms
+    torch.testing.assert_close(norms, 100 * first)
+
+
+def test_the_reference_draws_beside_the_functions_own_random_numbers() -> None:
+    problem = per_sample_times(torch.float64)
+
+    def noisy(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return problem.fn(z + 0.01 * torch.randn_like(z), t)
+
+    transformed = jagg_fx.transform(noisy, lowering="reference", debias=0.5, denoiser=problem.model)
+    torch.manual_seed(3)
+    want = noisy(*problem.args)
+    torch.manual_seed(3)
+    assert torch.equal(transformed(*problem.args), want)
+
+
+def test_a_function_that_is_not_the_same_when_it_runs_again_is_refused() -> None:
+    problem = per_sample_times(torch.float64)
+    order = iter(range(100))
+
+    def drifting(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return problem.fn(z, t + next(order))
+
+    with pytest.raises(NotRepeatableError, match="Draw what is random"):
+        jagg_fx.transform(drifting, lowering="reference", denoiser=problem.model)(*problem.args)

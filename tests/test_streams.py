@@ -162,3 +162,31 @@ def test_every_stream_can_have_a_plan_of_its_own_also_a_measured_and_a_saved_one
         problem.run(jagg_fx.transform(problem.fn, lowering="eager", plan=[paper(4)]))
     with pytest.raises(OptionError, match="placed for all streams alike"):
         jagg_fx.transform(problem.fn, plan=[jagg_fx.plan.budget(3)])
+
+
+def test_placed_knots_fit_streams_that_are_short_or_get_no_gradient() -> None:
+    high, low = MLP().double(), MLP().double()
+
+    def shared_steps(z: Tensor, t: Tensor) -> Tensor:
+        models = [high] * (STEPS - 2) + [low] * 2
+        return torch.stack([squared(z, t, i, models[i](z[i], t[i].expand(BATCH))) for i in range(STEPS)], 1)
+
+    def without_guidance(z: Tensor, t: Tensor) -> Tensor:
+        pairs = [(high(z[i], t[i].expand(BATCH)), low(z[i], t[i].expand(BATCH))) for i in range(STEPS)]
+        return torch.stack([squared(z, t, i, u + 1.0 * (c - u)) + 0 * u.mean(-1) for i, (c, u) in enumerate(pairs)], 1)
+
+    for fn, knots in ((shared_steps, [4, 2]), (without_guidance, [4, 4])):
+        problem = Problem(high, fn, path(torch.float64), [*high.parameters(), *low.parameters()])
+        placed = jagg_fx.transform(fn, knots=4, lowering="eager", denoiser=[high, low])
+        problem.run(placed)
+        assert [len(plan.knots) for plan in placed.plans] == knots
+        problem.run(placed)
+        assert placed.report.graphs == 1, "compiled at the second call"
+
+
+@pytest.mark.parametrize("denoiser", [[], "twice", "nested"])
+def test_a_list_of_denoisers_that_makes_no_sense_is_refused(denoiser: Any) -> None:
+    model = nn.Sequential(MLP())
+    given = {"twice": [model, model], "nested": [model, model[0]]}.get(str(denoiser), denoiser)
+    with pytest.raises(OptionError, match="none twice, and none that is part of another"):
+        jagg_fx.transform(lambda z: z, denoiser=given)
