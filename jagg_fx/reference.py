@@ -107,8 +107,8 @@ def run(
     needed = _leaves_below(outputs)
     steps = [call for call in calls if call.is_step and any(id(leaf) in needed for leaf in call.values)]
     if not steps:
-        with_gradients = sum(call.is_step for call in calls)
-        reason = f"{with_gradients} calls of the denoiser ran with gradients, and the outputs depend on none of them"
+        count = sum(call.is_step for call in calls)
+        reason = f"{count} calls of the denoiser ran with gradients, and the outputs depend on none of them"
         raise NoStepsError(function, ", ".join(type(denoiser).__name__ for denoiser, _ in denoisers), reason)
     keys = _keys(steps)
     grouped = streams.group(keys)
@@ -121,27 +121,10 @@ def run(
         for part in measuring.streams:
             part.decide(config)
 
-    exact = {id(call) for part in measuring.streams for call in part.to_run()}
-    measured = isinstance(config.placement, Calibration)
-    outputs_with_gradient: dict[int, list[Tensor]] = {}
-    order = iter(calls)
-
-    def run_exact(forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = _next(order, function, forward, args, kwargs)
-        if call.note.is_cut:
-            args, kwargs = _cut(forward, args, kwargs)
-        if id(call) in exact:
-            part = measuring.of(call)
-            output = part.run_knot(forward, call, args, kwargs) if measured else forward(*args, **kwargs)
-            outputs_with_gradient[id(call)] = _floating(output)
-        return call.output([value.detach().clone().requires_grad_(value.requires_grad) for value in call.values])
-
-    with _random_state_kept(), _replaced(denoisers, run_exact):
-        fn(*args, **kwargs)
-
-    returned = {
-        id(call): values for part in measuring.streams for call, values in part.surrogates(outputs_with_gradient)
-    }
+    is_calibration = isinstance(config.placement, Calibration)
+    with _random_state_kept():
+        with_gradients = _run_exact(fn, denoisers, calls, measuring, is_calibration, args, kwargs)
+    returned = {id(call): values for part in measuring.streams for call, values in part.surrogates(with_gradients)}
     again = iter(calls)
 
     def substitute(forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,6 +146,38 @@ def run(
     return outputs, record, measuring
 
 
+def _run_exact(
+    fn: Callable[..., Any],
+    denoisers: Denoisers,
+    calls: Sequence[_Call],
+    measuring: "Measuring",
+    is_calibration: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[int, list[Tensor]]:
+    """Run the function again, and with gradients those calls that keep their VJPs. Returns their values, by identity."""
+    streams_of = {id(call): part for part in measuring.streams for call in part.to_run()}
+    values: dict[int, list[Tensor]] = {}
+    order = iter(calls)
+
+    def run_exact(forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = _next(order, describe_function(fn), forward, args, kwargs)
+        if call.note.is_cut:
+            args, kwargs = _cut(forward, args, kwargs)
+        if id(call) in streams_of:
+            run = streams_of[id(call)].run_knot if is_calibration else _plainly
+            values[id(call)] = _floating(run(forward, call, args, kwargs))
+        return call.output([value.detach().clone().requires_grad_(value.requires_grad) for value in call.values])
+
+    with _replaced(denoisers, run_exact):
+        fn(*args, **kwargs)
+    return values
+
+
+def _plainly(forward: "_Forward", call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward.own(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class _Forward:
     """A denoiser's own forward, for a call that has arrived at its replacement."""
@@ -171,9 +186,6 @@ class _Forward:
     index: int
     time: TimeArgument
     own: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.own(*args, **kwargs)
 
     def with_parameters(self, parameters: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with replaced_forward(self.denoiser, self.own):
@@ -231,7 +243,7 @@ def _record(
         versions = {name: version(buffer) for name, buffer in forward.denoiser.named_buffers()}
         held = _held(forward.denoiser)
         with torch.no_grad():
-            output = forward(*args, **kwargs)
+            output = forward.own(*args, **kwargs)
         changed = [name for name, buffer in forward.denoiser.named_buffers() if version(buffer) != versions[name]]
         if changed and is_step:
             raise NotARegionError.mutation(changed)
@@ -345,9 +357,6 @@ class Measuring:
         self._plans = tuple(plans)
         self._on_statistics = on_statistics
         self._backward = -1
-
-    def of(self, call: _Call) -> "_StreamRun":
-        return next(part for part in self.streams if any(call is step for step in part.steps))
 
     @property
     def is_useful(self) -> bool:
