@@ -118,12 +118,12 @@ def pending_mutations(context: Any) -> list[Mutation]:
     effects = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
     owners = {id(variable): owner for owner, variable in effects.id_to_variable.items()}
     found = []
-    for target, attributes in effects.store_attr_mutations.items():
+    for target, attributes in list(effects.store_attr_mutations.items()):  # describing may add to them
         is_global = type(target).__name__ in ("NewGlobalVariable", "PythonModuleVariable")
         if is_global or getattr(target, "source", None) is not None:
             owner = None if is_global else owners.get(id(target), id(getattr(target, "value", target)))
             found += [Mutation(owner, name, _describe(value, _by_node)) for name, value in attributes.items()]
-    for owner, variable in effects.id_to_variable.items():
+    for owner, variable in list(effects.id_to_variable.items()):
         kind = getattr(variable, "mutation_type", None)
         if isinstance(kind, ValueMutationExisting) and kind.is_modified:
             found.append(Mutation(owner, None, _describe(variable, _by_node)))
@@ -327,6 +327,9 @@ def dynamo_errors(function: str, dynamic: bool, buffers: Sequence[str]) -> Itera
     except exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, JaggError):
             raise error.inner_exception from None
+        if isinstance(error.inner_exception, AssertionError) and re.search(r"\bz?uf?\d+\b", str(error)):
+            reason = "a number that is read from a tensor (.item()) goes into the graph: read it before the function"
+            raise GraphBreakError(function, "unknown", reason) from error
         if "in-place input or buffer mutations" in str(error):
             raise NotARegionError.mutation(buffers) from error
         raise

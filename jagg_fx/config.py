@@ -109,7 +109,7 @@ class Config:
         if isinstance(self.placement, Calibrated):
             return self.placement.place(num_steps, stream)
         if isinstance(self.placement, PerStream):
-            return self.placement.for_stream(stream).place(num_steps, self.rule)
+            return self.placement.for_stream(stream, streams).place(num_steps, self.rule)
         return self.placement.place(num_steps, self.rule)
 
     def cache_key(self) -> str:
@@ -128,7 +128,7 @@ def _placement(
             "Give one of them."
         )
     grouping = paper(W)  # checked even where it is not used
-    if isinstance(plan, Sequence):
+    if isinstance(plan, Sequence) and not isinstance(plan, str):
         if any(isinstance(each, Budget) and each.schedule is None for each in plan):
             raise OptionError(
                 "jagg_fx.transform(fn, plan=[budget(K), ...]): knots that a measurement places are placed for all streams "
@@ -162,7 +162,7 @@ def _default_threshold(placement: Placement | PerStream) -> float | None:
 
 
 def _rule(weights: str | None, degree: int | None, plan: object, max_rel_error: float | None) -> Rule:
-    if isinstance(plan, Sequence):
+    if isinstance(plan, Sequence) and not isinstance(plan, str):
         rules = {_rule(weights, degree, each, None) for each in plan}
         if len(rules) != 1:
             raise OptionError(

@@ -69,7 +69,7 @@ class SeveralDenoisersError(JaggError):
         return cls(
             f"jagg_fx.transform({function}) found {len(found)} modules that could be the denoiser:\n{lines}\n"
             f"Say which: jagg_fx.transform({function}, denoiser={found[0].split(':')[0]}), or name all that are called at the "
-            "steps: denoiser=[a, b]."
+            f"steps: denoiser=[{', '.join(line.split(':')[0] for line in found)}]."
         )
 
     @classmethod
@@ -293,8 +293,8 @@ class AdapterError(JaggError):
     def trained(cls, denoiser: str) -> "AdapterError":
         return cls(
             f"{denoiser} is called with gradients while other adapters are active than when the function was entered. Inside a "
-            "transformed function, adapters can be switched for calls under no_grad (a KL reference); select the trained one "
-            "before the call, and train several adapters by a transformed function for each."
+            "transformed function, adapters can be switched for calls under no_grad alone: with torch.no_grad(), "
+            "model.disable_adapter(): ... Select the trained one before, and train several by a transformed function for each."
         )
 
 
@@ -316,7 +316,8 @@ class NotRepeatableError(JaggError):
         super().__init__(
             f"jagg_fx.transform({function}): {function} called the denoiser otherwise when it ran again. The eager reference "
             "(lowering='reference', and the first call with knots=K) runs it three times and puts back torch's random state "
-            "alone. Draw what is random (the window of steps, a shuffle) outside and pass it in, and restart schedulers inside."
+            "alone. Draw what is random (the window of steps, a shuffle) outside and pass it in, and bring schedulers back to "
+            "their first step inside: jagg_fx.models.schedulers.restart(scheduler)."
         )
 
 
@@ -351,5 +352,6 @@ class SchedulerError(GraphBreakError):
             f"Where: {where}\nInside: {inside}\nWhat: {reason}\n"
             "Call scheduler.set_timesteps before the function, not in it, and jagg_fx.models.schedulers.restart(scheduler) first "
             "thing in it (set_begin_index(0) and no step taken yet: otherwise the step is looked up by value). DDIM takes its "
-            "timesteps as Python numbers: scheduler.timesteps.tolist().",
+            "timesteps as Python numbers: scheduler.timesteps.tolist(). Code that calls scheduler.index_for_timestep itself "
+            "(Flow-GRPO's step) takes the loop's index instead: scheduler.sigmas[j], scheduler.sigmas[j + 1].",
         )

@@ -258,12 +258,13 @@ class PerStream:
 
     placements: tuple[Placement, ...]
 
-    def for_stream(self, stream: int) -> Placement:
-        """Raises `PlanError` if there is none."""
-        if stream >= len(self.placements):
+    def for_stream(self, stream: int, streams: int) -> Placement:
+        """Raises `PlanError` unless there is one for each of so many streams."""
+        if streams != len(self.placements):
             raise PlanError(
-                f"jagg_fx.transform(fn, plan=[<{len(self.placements)} placements>]): the function has more streams of calls than "
-                "that (the report lists them). Give one placement for each, or one for all without a list."
+                f"jagg_fx.transform(fn, plan=[<{len(self.placements)} placements>]): the function has {streams} streams of calls "
+                "(one for each denoiser and each call per step, in the order of their first calls). Give a placement for each, "
+                "or one for all without a list."
             )
         return self.placements[stream]
 

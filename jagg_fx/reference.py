@@ -23,10 +23,12 @@ from torch import Tensor, nn
 
 from jagg_fx import guard, interpolation, streams
 from jagg_fx._compat import backward_id, version
+from jagg_fx.adapters import active, adapted_layers
 from jagg_fx.budget import Measurements
 from jagg_fx.config import Chain, Config
 from jagg_fx.denoiser import Arguments, TimeArgument, describe_function
 from jagg_fx.errors import (
+    AdapterError,
     ChainedStatesError,
     DropoutError,
     NoStepsError,
@@ -53,7 +55,8 @@ class _Call:
         is_floating: which of its tensors are values.
         values: the floating-point tensors of the output: under grad mode leaves of the glue's graph, else plain copies.
         others: the other tensors of the output.
-        time: its time; None under no_grad, as are the rest.
+        with_gradients: whether it ran under grad mode.
+        time: its time; None where no gradient can come of the call (no_grad, frozen parameters), as are the rest.
         kind: all of the arguments but the tensors' elements.
         operands: the tensors among the arguments, but for the time.
     """
@@ -63,6 +66,7 @@ class _Call:
     is_floating: list[bool]
     values: list[Tensor]
     others: list[Tensor]
+    with_gradients: bool
     time: Tensor | None = None
     kind: Any = None
     operands: list[Tensor] = field(default_factory=list)
@@ -95,7 +99,8 @@ def run(
         NoStepsError: no call of a denoiser reaches the outputs with a gradient.
         ChainedStatesError: a step's argument depends on the value of an earlier step.
         DropoutError: a denoiser draws random numbers.
-        NotARegionError: a denoiser changes a buffer.
+        NotARegionError: a denoiser changes a buffer or an attribute.
+        AdapterError: adapters are switched for a call with gradients, or left switched.
         StepMismatchError: steps run different computations, or which calls belong together cannot be told.
         NotRepeatableError: the function does something else when it runs again.
     """
@@ -103,8 +108,8 @@ def run(
         return fn(*args, **kwargs), None, None
     function = describe_function(fn)
     with _random_state_kept():
-        calls, outputs = _record(fn, denoisers, config.chain, args, kwargs)
-    needed = _leaves_below(outputs)
+        calls, recorded = _record(fn, denoisers, config.chain, args, kwargs)
+    needed = _leaves_below(recorded)
     steps = [call for call in calls if call.is_step and any(id(leaf) in needed for leaf in call.values)]
     if not steps:
         count = sum(call.is_step for call in calls)
@@ -133,6 +138,8 @@ def run(
 
     with _replaced(denoisers, substitute):
         outputs = fn(*args, **kwargs)
+    if not all(map(_same, tensors_in(recorded), tensors_in(outputs))):
+        raise NotRepeatableError(function)
     if config.debias is not None:  # the draws above were put back for the function's own: the next call must draw anew
         for part in measuring.streams:
             guard.draw(part.plan, part.steps[0].values[0].device)
@@ -217,7 +224,7 @@ def _next(
 ) -> _Call:
     """The recorded call that this one repeats. Raises `NotRepeatableError` if it is another one."""
     call = next(calls, None)
-    if call is None or call.note.denoiser != forward.index or call.is_step != torch.is_grad_enabled():
+    if call is None or call.note.denoiser != forward.index or call.with_gradients != torch.is_grad_enabled():
         raise NotRepeatableError(function)
     if call.time is not None and not torch.equal(call.time, forward.time.read(args, kwargs)):
         raise NotRepeatableError(function)
@@ -231,8 +238,13 @@ def _record(
     calls: list[_Call] = []
     known: set[int] = set()
 
+    adapters = [active(adapted_layers(denoiser)) for denoiser, _ in denoisers]
+
     def record(forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_step = torch.is_grad_enabled()
+        inputs = [*forward.denoiser.parameters(), *tensors_in([list(args), kwargs])]
+        is_step = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        if is_step and active(adapted_layers(forward.denoiser)) != adapters[forward.index]:
+            raise AdapterError.trained(forward.time.denoiser)
         step_time = forward.time.read(args, kwargs)  # raises if it is missing
         is_cut = is_step and chain is Chain.STOP and bool(known & _leaves_below(forward.time.state(args, kwargs)))
         if is_cut:
@@ -262,6 +274,7 @@ def _record(
             [value.is_floating_point() for value in tensors],
             values,
             [value for value in tensors if not value.is_floating_point()],
+            torch.is_grad_enabled(),
         )
         if is_step:
             call.time = step_time.detach().clone()
@@ -273,6 +286,9 @@ def _record(
 
     with _replaced(denoisers, record):
         outputs = fn(*args, **kwargs)
+    for (denoiser, time), before in zip(denoisers, adapters, strict=True):
+        if active(adapted_layers(denoiser)) != before:
+            raise AdapterError.left(time.denoiser)
     return calls, outputs
 
 
@@ -322,6 +338,10 @@ def _kind(value: Any, time: Tensor) -> Any:
 def _held(denoiser: nn.Module) -> set[tuple[int, str, int]]:
     """The attributes of a denoiser's modules, by identity."""
     return {(id(module), name, id(value)) for module in denoiser.modules() for name, value in vars(module).items()}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ which Dynamo traces once for all calls that are alike (see `reuse.py`), however 
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,7 @@ class Region:
         region = mark_region(region, key)
 
         def refuse(error: JaggError) -> None:
-            self.refusal = error
+            self.refusal = copy.copy(error)  # Dynamo adds to the message of the one that is raised
             raise error
 
         def check_adapters(context: Any) -> None:

@@ -1,5 +1,6 @@
 """What was found, what was rewritten, what was left exact and why."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,12 +127,12 @@ class Report:
             "cut": list(stream.cut),
         }
 
-    def _passes(self, plan: Plan) -> str:
-        guarded = len(plan.intermediate) if self.config.guard.is_active else 0
-        drawn = len(plan.segments) if self.config.debias is not None else 0
-        most = len(plan.knots) + max(guarded, drawn)
-        more = f", up to {most} (see stats)" if most > len(plan.knots) else ""
-        return f"{plan.num_steps} -> {len(plan.knots)}{more}"
+    def _passes(self, plans: Sequence[Plan]) -> str:
+        guarded = sum(len(plan.intermediate) for plan in plans) if self.config.guard.is_active else 0
+        drawn = sum(len(plan.segments) for plan in plans) if self.config.debias is not None else 0
+        kept = sum(len(plan.knots) for plan in plans)
+        more = f", up to {kept + max(guarded, drawn)} (see stats)" if guarded or drawn else ""
+        return f"{sum(plan.num_steps for plan in plans)} -> {kept}{more}"
 
     def _guard(self) -> str:
         guard = self.config.guard
@@ -141,22 +142,20 @@ class Report:
         )
         return ", ".join(limits) or "none: interpolated always"
 
-    def _stream_rows(self, stream: Stream) -> list[tuple[str, object]]:
-        assert self.rewrite is not None
+    def _plan_rows(self, stream: Stream) -> list[tuple[str, object]]:
         plan = stream.plan
-        rows: list[tuple[str, object]] = [
-            ("steps", plan.num_steps),
-            ("plan", plan.origin),
-            ("groups", ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in plan.groups)),
-            ("knots", ", ".join(map(str, plan.knots))),
-            ("backward passes", self._passes(plan)),
-        ]
+        groups = ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in plan.groups)
+        rows: list[tuple[str, object]] = [("steps", plan.num_steps), ("plan", plan.origin), ("groups", groups)]
+        rows.append(("knots", ", ".join(map(str, plan.knots))))
         if plan.predicted_error:
-            whole = "the gradient" if len(self.rewrite.streams) == 1 else "the stream's share of the gradient"
-            rows.append(("predicted error", f"{plan.predicted_error:.2f} of {whole}"))
+            rows.append(("predicted error", f"{plan.predicted_error:.2f} of the gradient"))
         if stream.cut:
             rows.append(("cut", f"no gradient through the state of steps {', '.join(map(str, stream.cut))}"))
         return rows
+
+    def _stream_row(self, s: int, stream: Stream) -> tuple[str, object]:
+        details = "; ".join(f"{name} {text}" for name, text in self._plan_rows(stream))
+        return f"stream {s}", f"denoiser {stream.denoiser}, {self.denoisers[stream.denoiser]}: {details}"
 
     def __str__(self) -> str:
         names = ", ".join(self.denoisers) or "not called yet"
@@ -164,12 +163,13 @@ class Report:
         if self.rewrite is None:
             rows.append(("steps", "nothing rewritten yet: no backward graph was compiled"))
         else:
-            several = len(self.rewrite.streams) > 1
-            for s, stream in enumerate(self.rewrite.streams):
-                if several:
-                    rows.append((f"stream {s}", f"calls of {self.denoisers[stream.denoiser]}"))
-                rows += [(f"  {name}" if several else name, text) for name, text in self._stream_rows(stream)]
+            streams = self.rewrite.streams
+            if len(streams) == 1:
+                rows += self._plan_rows(streams[0])
+            else:
+                rows += [self._stream_row(s, stream) for s, stream in enumerate(streams)]
             rows += [
+                ("backward passes", self._passes(self.rewrite.plans)),
                 ("gradients covered", f"{self.rewrite.covered} tensors, {self.rewrite.covered_elements:,} elements"),
                 ("left exact", "\n".join(self.exact()) or "nothing: every group has intermediate steps"),
                 ("rewritten graphs", self.graphs),
@@ -181,7 +181,5 @@ class Report:
         rows += [("lowering", self.config.lowering.value), ("torch", torch.__version__)]
         if self.notes:
             rows.append(("notes", "\n".join(self.notes)))
-        table: str = tabulate(
-            rows, headers=["jagg_fx", "report"], tablefmt="simple", disable_numparse=True, preserve_whitespace=True
-        )
+        table: str = tabulate(rows, headers=["jagg_fx", "report"], tablefmt="simple", disable_numparse=True)
         return table

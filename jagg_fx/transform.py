@@ -124,7 +124,13 @@ def transform(
         chain=chain,
         options=options,
     )
-    given = tuple(denoiser) if isinstance(denoiser, (list, tuple)) else () if denoiser is None else (denoiser,)
+    given = (
+        tuple(denoiser)
+        if isinstance(denoiser, (list, tuple, nn.ModuleList))
+        else ()
+        if denoiser is None
+        else (denoiser,)
+    )
     denoisers = tuple(map(check_denoiser, given))
     inner = {id(child) for module in denoisers for child in module.modules() if child is not module}
     if (

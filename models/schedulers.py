@@ -1,9 +1,9 @@
 """diffusers schedulers inside a function that torch.compile captures.
 
-What works, tried with FlowMatchEulerDiscreteScheduler, DDIMScheduler and DPMSolverMultistepScheduler of diffusers 0.42: make
-the scheduler and call `set_timesteps` before (it runs numpy), `restart` it first thing inside the function, then call
-`scheduler.step` in the order of its timesteps. DDIM keeps no position: give it its timesteps as Python numbers
-(`scheduler.timesteps.tolist()`), by which its tables are indexed on the host.
+What works, tried with FlowMatchEulerDiscreteScheduler, DDIMScheduler, DPMSolverMultistepScheduler and UniPCMultistepScheduler of
+diffusers 0.42: make the scheduler and call `set_timesteps` before the function (it runs numpy), `restart` it in the function's
+first line, then call `scheduler.step` in the order of its timesteps. DDIM keeps no position: give it its timesteps as Python
+numbers (`scheduler.timesteps.tolist()`), by which its tables are indexed on the host.
 """
 
 from typing import Any
@@ -21,3 +21,6 @@ def restart(scheduler: Any) -> None:
     if hasattr(scheduler, "model_outputs"):  # multistep solvers remember what the denoiser said before
         scheduler.model_outputs = [None] * scheduler.config.solver_order
         scheduler.lower_order_nums = 0
+    if hasattr(scheduler, "timestep_list"):  # UniPC
+        scheduler.timestep_list = [None] * scheduler.config.solver_order
+        scheduler.last_sample = None

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
+import peft
 import torch
 from tabulate import tabulate
 
@@ -24,18 +26,18 @@ def cells_of(features: Iterable[Feature], families: Iterable[str]) -> list[Cell]
 
 
 def save(outcomes: Mapping[Cell, bool]) -> None:
-    """Write what a whole run found to `RESULTS`, and the table into the README."""
-    import diffusers
-    import peft
+    """Add what a run found to `RESULTS`, and write the table into the README.
 
-    results = {
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "peft": peft.__version__,
-        "cells": [list(cell) for cell in sorted(outcomes)],
-        "failed": [list(cell) for cell, passed in sorted(outcomes.items()) if not passed],
-    }
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    What other runs found under the same versions stays, so that a part of the table can be run again.
+    """
+    results = load(RESULTS) if RESULTS.exists() else {}
+    versions = {"torch": torch.__version__, "diffusers": diffusers.__version__, "peft": peft.__version__}
+    known = results if results.get("versions") == versions else {"passed": [], "failed": []}
+    passed, failed = ({tuple(cell) for cell in known[name]} - set(outcomes) for name in ("passed", "failed"))
+    for cell, has_passed in outcomes.items():
+        (passed if has_passed else failed).add(cell)
+    found = {"versions": versions, "passed": sorted(passed), "failed": sorted(failed)}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     before, _, rest = README.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     README.write_text(f"{before}{BEGIN}\n\n{table(load(RESULTS))}\n\n{END}{after}")
@@ -48,27 +50,30 @@ def load(path: Path) -> dict[str, Any]:
 
 def table(results: Mapping[str, Any]) -> str:
     """Features by families: "yes", "yes*" where Inductor was tried as well, "fails", or the number of a reason."""
-    passed = {tuple(cell) for cell in results["cells"]} - {tuple(cell) for cell in results["failed"]}
+    passed, failed = ({tuple(cell) for cell in results[name]} for name in ("passed", "failed"))
     reasons: list[str] = []
 
     def cell(feature: Feature, family: str) -> str:
-        if (feature.name, family, "eager") not in passed:
+        both = [(feature.name, family, lowering) for lowering in ("eager", "inductor")]
+        if failed & set(both):
             return "fails"
+        if both[0] not in passed:
+            return "not run"
         if family in feature.unavailable:
             reason = feature.unavailable[family]
             if reason not in reasons:
                 reasons.append(reason)
             return f"- ({reasons.index(reason) + 1})"
-        return "yes*" if (feature.name, family, "inductor") in passed else "yes"
+        return "yes*" if both[1] in passed else "yes"
 
     rows = [[feature.name, *(cell(feature, family) for family in zoo)] for feature in FEATURES]
     headers = ["", *(family.kind.__name__ for family in zoo.values())]
     notes = [f"({n}) {reason}" for n, reason in enumerate(reasons, start=1)]
-    versions = f"torch {results['torch']}, diffusers {results['diffusers']}, peft {results['peft']}, on a CPU"
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines: Sequence[str] = (
         str(tabulate(rows, headers=headers, tablefmt="github")),
         "",
         f"yes: the gradient is the eager reference's and the values are unchanged, interpreted; yes*: through Inductor as well. "
-        f"{'; '.join(notes)}. {versions}.",
+        f"{'; '.join(notes)}. {versions}, on a CPU.",
     )
     return "\n".join(lines)

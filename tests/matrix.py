@@ -20,6 +20,7 @@ from jagg_fx.models.zoo import Conditions, Family
 from tests.problems import Problem
 
 STEPS, BATCH = 5, 2
+BF16 = 2e-2  # bfloat16 keeps 8 bits: sums of a few terms differ by that much between two orders
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-5
     around: Callable[[], Any] | None = None  # a context in which everything runs
+
+    @property
+    def is_bfloat16(self) -> bool:
+        return self.tolerance >= BF16
 
 
 @dataclass(frozen=True)
@@ -191,9 +196,6 @@ def gradient_checkpointing(family: Family) -> Case:
     model.enable_gradient_checkpointing()
     model.train()
     return case
-
-
-BF16 = 2e-2  # bfloat16 keeps 8 bits: sums of a few terms differ by that much between two orders
 
 
 def autocast_around_the_replay(family: Family) -> Case:

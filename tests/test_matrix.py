@@ -13,7 +13,7 @@ from torch import Tensor
 
 import jagg_fx
 from jagg_fx.models.zoo import Family, zoo
-from tests.matrix import FEATURES, Case, Feature, covering_subset, diagonal
+from tests.matrix import FEATURES, Case, Feature, covering_subset, diagonal, full_fine_tuning
 from tests.problems import Problem, relative_error
 
 SUBSET, DIAGONAL = covering_subset(), diagonal()
@@ -82,6 +82,12 @@ def test_through_inductor(cell: tuple[str, str], record_property: Any) -> None:
         exact_values, _ = problem.run(problem.fn)
         _, want = problem.run(jagg_fx.transform(problem.fn, lowering="reference", cos_threshold=None, **case.options))
         values, got = problem.run(jagg_fx.transform(problem.fn, cos_threshold=None, **case.options))
-    assert relative_error(got.float(), want.float()) < max(10 * case.tolerance, 1e-4)
     for own, theirs in zip(values, exact_values, strict=True):
         assert relative_error(own.float(), theirs.float()) < max(case.tolerance, 1e-4)
+    if not case.is_bfloat16:
+        assert relative_error(got, want) < 1e-4
+        return
+    # Fused kernels round to bfloat16 at other places than eager does: neither is nearer to the truth.
+    single = full_fine_tuning(zoo[name]).problem
+    _, truth = single.run(jagg_fx.transform(single.fn, lowering="reference", cos_threshold=None))
+    assert relative_error(got.float(), truth) < 1.5 * relative_error(want.float(), truth) + 1e-2

@@ -123,10 +123,10 @@ def test_two_experts_share_the_steps() -> None:
     assert relative_error(got, want) < 1e-10
     assert [plan.knots for plan in transformed.plans] == [(0, 3), (0, 3, 4)]
     report = str(transformed.report)
-    assert "stream 1           calls of MLP" in report
-    assert "  backward passes  4 -> 2" in report
+    assert "denoiser 0, MLP: steps 4; plan paper(W=4); groups 0-3; knots 0, 3" in report
+    assert "backward passes    9 -> 5" in report
     assert transformed.report.exact() == ["step 4 of stream 1: alone in its group"]
-    with pytest.raises(SeveralDenoisersError, match=r"denoiser=\[a, b\]"):
+    with pytest.raises(SeveralDenoisersError, match=r"denoiser=\[high, low\]"):
         jagg_fx.transform(problem.fn)(*problem.args)
 
 
@@ -135,8 +135,8 @@ def test_a_frozen_teacher_is_a_denoiser_without_gradients() -> None:
     teacher = copy.deepcopy(student).requires_grad_(False)
 
     def fn(z: Tensor, t: Tensor) -> Tensor:
-        pairs = [(student(z[i], t[i].expand(BATCH)), teacher(z[i], t[i].expand(BATCH))) for i in range(STEPS)]
-        return torch.stack([(v - 0.9 * w).square().mean(-1) for v, w in pairs], 1)
+        pairs = [(teacher(z[i], t[i].expand(BATCH)), student(z[i], t[i].expand(BATCH))) for i in range(STEPS)]
+        return torch.stack([(v - 0.9 * w).square().mean(-1) for w, v in pairs], 1)
 
     problem = Problem(student, fn, path(torch.float32), list(student.parameters()))
     transformed = jagg_fx.transform(fn, lowering="eager", denoiser=[student, teacher], cos_threshold=None)
@@ -145,6 +145,11 @@ def test_a_frozen_teacher_is_a_denoiser_without_gradients() -> None:
     assert relative_error(got, want) < 1e-5
     assert len(transformed.plans) == 1
     assert transformed.report.exact()[-1] == f"{STEPS} calls of the denoiser: no gradient reaches them"
+    placed = jagg_fx.transform(fn, lowering="eager", denoiser=[teacher, student], knots=4)
+    for _ in range(2):
+        problem.run(placed)
+    assert placed.report.graphs == 1
+    assert [plan.origin for plan in placed.plans] == ["budget(K=4), measured"]
 
 
 def test_every_stream_can_have_a_plan_of_its_own_also_a_measured_and_a_saved_one() -> None:
@@ -158,8 +163,8 @@ def test_every_stream_can_have_a_plan_of_its_own_also_a_measured_and_a_saved_one
     _, got = problem.run(placed)
     _, again = problem.run(jagg_fx.transform(problem.fn, lowering="eager", plan=placed.plans))
     assert torch.equal(got, again)
-    with pytest.raises(PlanError, match="more streams of calls than"):
-        problem.run(jagg_fx.transform(problem.fn, lowering="eager", plan=[paper(4)]))
+    with pytest.raises(PlanError, match="has 2 streams of calls"):
+        problem.run(jagg_fx.transform(problem.fn, lowering="reference", plan=[paper(4)]))
     with pytest.raises(OptionError, match="placed for all streams alike"):
         jagg_fx.transform(problem.fn, plan=[jagg_fx.plan.budget(3)])
 

@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
 from torch import Tensor
 
 import jagg_fx
-from jagg_fx.errors import SchedulerError
+from jagg_fx.errors import NotRepeatableError, SchedulerError
 from jagg_fx.models.schedulers import restart
 from tests.problems import BATCH, MLP, STEPS, Problem, path, relative_error
 
@@ -28,8 +33,9 @@ def replay(scheduler: Any, prepare: Callable[[], None]) -> Callable[[Tensor, Ten
     return fn
 
 
-def test_a_multistep_solver() -> None:
-    scheduler = DPMSolverMultistepScheduler()
+@pytest.mark.parametrize("make", [DPMSolverMultistepScheduler, UniPCMultistepScheduler])
+def test_a_multistep_solver(make: Any) -> None:
+    scheduler = make()
     scheduler.set_timesteps(STEPS + 1)
     fn = replay(scheduler, lambda: restart(scheduler))
     problem = Problem(MODEL, fn, path(torch.float32), list(MODEL.parameters()))
@@ -60,3 +66,11 @@ def test_what_cannot_be_traced_names_the_line_and_the_fix(make: Any, prepare: An
         SchedulerError, match=rf"(?s)Where: .*test_schedulers\.py:\d+:.*Inside: .*{line}.*restart\(scheduler\)"
     ):
         jagg_fx.transform(fn, lowering="eager")(*path(torch.float32))
+
+
+def test_a_scheduler_that_goes_on_counting_is_noticed_by_the_reference() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(4 * STEPS)
+    scheduler.set_begin_index(0)
+    with pytest.raises(NotRepeatableError, match=r"restart\(scheduler\)"):
+        jagg_fx.transform(replay(scheduler, lambda: None), lowering="reference")(*path(torch.float32))
