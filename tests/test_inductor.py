@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import jagg_fx
 from tests.problems import PROBLEMS, Problem, path, per_sample_times, relative_error
 from tests.test_guard import KNOTS, pushed, pushes
+from tests.test_streams import two_calls_per_step
 
 pytestmark = pytest.mark.inductor
 
@@ -175,3 +176,17 @@ def test_the_users_own_inductor_options_and_passes_are_kept() -> None:
     _, want = problem.run(jagg_fx.transform(problem.fn, lowering="reference"))
     assert seen
     assert relative_error(got, want) < 1e-10
+
+
+def test_guarded_streams() -> None:
+    problem = two_calls_per_step(torch.float64)
+    options: dict[str, Any] = {"cos_threshold": 0.5}
+    transformed = jagg_fx.transform(problem.fn, **options)
+    reference = jagg_fx.transform(problem.fn, lowering="reference", **options)
+    _, got = problem.run(transformed)
+    _, want = problem.run(reference)
+    assert relative_error(got, want) < 1e-10
+    assert transformed.stats is not None
+    assert reference.stats is not None
+    assert transformed.stats.last.exact_segments == reference.stats.last.exact_segments > 0
+    assert transformed.stats.last.jagg_frac == reference.stats.last.jagg_frac
