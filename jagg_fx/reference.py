@@ -58,7 +58,7 @@ class _Call:
         with_gradients: whether it ran under grad mode.
         time: its time; None where no gradient can come of the call (no_grad, frozen parameters), as are the rest.
         kind: all of the arguments but the tensors' elements.
-        operands: the tensors among the arguments, but for the time.
+        operands: the tensors among the arguments, but for the time; kept, so that their memory is not given to others.
     """
 
     note: CallNote
@@ -293,20 +293,27 @@ def _record(
 
 
 def _keys(steps: Sequence[_Call]) -> list[streams.Call]:
-    """What tells the steps of one stream from those of another; operands are equal where their elements are."""
+    """What tells the steps of one stream from those of another.
+
+    Times, and operands with a gradient (a trained prompt that every step rebuilds), are equal where their elements are. Other
+    operands are equal where they are one piece of memory, as expressions are in a graph: equal elements can be chance.
+    """
     known: list[Tensor] = []
 
-    def number(operand: Any) -> int:
-        kind = (operand.dtype, operand.device, operand.requires_grad)
+    def by_elements(operand: Any) -> int:
         for n, other in enumerate(known):
-            alike = (other.dtype, other.device, other.requires_grad) == kind
-            if other is operand or (alike and torch.equal(other, operand)):
+            if other.dtype == operand.dtype and other.device == operand.device and torch.equal(other, operand):
                 return n
         known.append(operand)
         return len(known) - 1
 
+    def number(operand: Tensor) -> Any:
+        if operand.requires_grad:
+            return by_elements(operand)
+        return operand.data_ptr(), operand.dtype, operand.shape, operand.stride()
+
     return [
-        streams.Call(step.note.denoiser, repr(step.kind), number(step.time), tuple(map(number, step.operands)))
+        streams.Call(step.note.denoiser, repr(step.kind), by_elements(step.time), tuple(map(number, step.operands)))
         for step in steps
     ]
 
