@@ -13,6 +13,7 @@ from torch import Tensor
 
 import jagg_fx
 from jagg_fx.models.zoo import Family, zoo
+from tests.compatibility import README, RESULTS, cells_of, load, table
 from tests.matrix import FEATURES, Case, Feature, covering_subset, diagonal, full_fine_tuning
 from tests.problems import Problem, relative_error
 
@@ -91,3 +92,10 @@ def test_through_inductor(cell: tuple[str, str], record_property: Any) -> None:
     single = full_fine_tuning(zoo[name]).problem
     _, truth = single.run(jagg_fx.transform(single.fn, lowering="reference", cos_threshold=None))
     assert relative_error(got.float(), truth) < 1.5 * relative_error(want.float(), truth) + 1e-2
+
+
+def test_the_committed_table_is_whole_and_in_the_readme() -> None:
+    results = load(RESULTS)
+    assert {tuple(cell) for cell in results["passed"]} >= set(cells_of(FEATURES, zoo))
+    assert not results["failed"]
+    assert table(results) in README.read_text()
