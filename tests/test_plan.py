@@ -93,7 +93,7 @@ def test_unknown_choices_are_named() -> None:
         Config.from_options({"w": 4})
     with pytest.raises(OptionError, match="first argument is the function"):
         jagg_fx.transform(4)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"nn\.Module that is called once per step"):
+    with pytest.raises(OptionError, match=r"nn\.Module that is called at every step"):
         jagg_fx.transform(lambda: None, denoiser="unet")  # type: ignore[arg-type]
 
 
