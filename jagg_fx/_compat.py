@@ -81,19 +81,11 @@ def describe_locals(context: Any, names: Sequence[str]) -> Any:
     return [_describe(_variable(context, name), tensor) for name in names]
 
 
-def depends_on(context: Any, name: str, targets: set[Any]) -> bool:
-    """Whether tensors in a local variable of the function being traced are computed from a node with one of the targets."""
-    pending: list[fx.Node] = []
-    _describe(_variable(context, name), lambda node, example: pending.append(node))
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if node.target in targets:
-            return True
-        new = set(node.all_input_nodes) - seen
-        seen |= new
-        pending += new
-    return False
+def nodes_in_local(context: Any, name: str) -> list[fx.Node]:
+    """The graph nodes of the tensors in a local variable of the function that called the `trace_time_hook`."""
+    nodes: list[fx.Node] = []
+    _describe(_variable(context, name), lambda node, example: nodes.append(node))
+    return nodes
 
 
 @dataclass(frozen=True)
@@ -316,11 +308,8 @@ def _nested_calls_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def dynamo_errors(function: str, dynamic: bool, buffers: Sequence[str]) -> Iterator[None]:
-    """Turn what Dynamo raises into our own errors: those a backend raised come out as they were, graph breaks named.
-
-    `buffers` are the denoiser's, by name.
-    """
+def dynamo_errors(function: str, dynamic: bool, denoisers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Turn what Dynamo raises into our own errors: those a backend raised come out as they were, graph breaks named."""
     exc = importlib.import_module("torch._dynamo.exc")
     try:
         yield
@@ -331,6 +320,7 @@ def dynamo_errors(function: str, dynamic: bool, buffers: Sequence[str]) -> Itera
             reason = "a number that is read from a tensor (.item()) goes into the graph: read it before the function"
             raise GraphBreakError(function, "unknown", reason) from error
         if "in-place input or buffer mutations" in str(error):
+            buffers = [name for denoiser in denoisers for name, _ in denoiser.named_buffers()]
             raise NotARegionError.mutation(buffers) from error
         raise
     except (exc.InternalTorchDynamoError, AssertionError) as error:

@@ -131,7 +131,8 @@ class StepMismatchError(JaggError):
     """Two steps do not run the same computation, so one Jacobian cannot stand for the other."""
 
     @classmethod
-    def arguments(cls, step: int, missing: Iterable[str], extra: Iterable[str]) -> "StepMismatchError":
+    def arguments(cls, step: int, given: Iterable[str], expected: Iterable[str]) -> "StepMismatchError":
+        extra, missing = sorted(set(given) - set(expected)), sorted(set(expected) - set(given))
         difference = ", ".join([f"+{name}" for name in extra] + [f"-{name}" for name in missing])
         return cls(
             f"step {step} has a different argument set than step 0: {difference}. Pass the same arguments to the denoiser "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from jagg_fx._compat import invoke_subgraph, sets_grad_mode
+from jagg_fx.ancestry import with_sources
 from jagg_fx.errors import DenoiserNotFoundError, SeveralDenoisersError, TimeArgumentError
 from jagg_fx.layouts import example
 from jagg_fx.region import TIME, CallNote
@@ -106,13 +107,7 @@ def _calls(gm: fx.GraphModule, module: str) -> list[_Call]:
 
 def _marker_and_sources(own: Sequence[fx.Node]) -> set[fx.Node]:
     """A marked time was marked within the call, but it belongs to the call's arguments."""
-    pending = [node for node in own if node.target is TIME]
-    found: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        found.add(node)
-        pending += node.all_input_nodes
-    return found
+    return with_sources(node for node in own if node.target is TIME)
 
 
 def _time_position(inputs: Sequence[Sequence[fx.Node]]) -> int:

@@ -322,8 +322,7 @@ def _check_stream(steps: Sequence[_Call], keys: Sequence[streams.Call]) -> None:
     """Raise where the compiled path does: another computation, or a gradient into what belongs to one step alone."""
     for index, (step, key) in enumerate(zip(steps, keys, strict=True)):
         if step.note.arguments != steps[0].note.arguments:
-            mine, other = set(step.note.arguments), set(steps[0].note.arguments)
-            raise StepMismatchError.arguments(index, sorted(other - mine), sorted(mine - other))
+            raise StepMismatchError.arguments(index, step.note.arguments, steps[0].note.arguments)
         if key.kind != keys[0].kind:
             raise StepMismatchError.shapes(index, [f"{key.kind} where step 0 has {keys[0].kind}"])
         for place, operand in enumerate(step.operands):

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jagg_fx._compat import depends_on, mark_region, trace_time_hook
+from jagg_fx._compat import mark_region, nodes_in_local, trace_time_hook
 from jagg_fx.adapters import STATE, traceable_switches
+from jagg_fx.ancestry import with_sources
 from jagg_fx.denoiser import TimeArgument
 from jagg_fx.errors import AdapterError, JaggError, NotARegionError
 from jagg_fx.reuse import Alike
@@ -116,7 +117,8 @@ class Region:
 
         def look_at_state(context: Any) -> None:
             nonlocal chained
-            chained = depends_on(context, "state", {TIME})  # every call marks its time
+            # Every call marks its time.
+            chained = any(node.target is TIME for node in with_sources(nodes_in_local(context, "state")))
 
         @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
         def is_chained() -> bool:

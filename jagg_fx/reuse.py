@@ -70,18 +70,18 @@ class Alike:
         """What the function being traced has changed in the denoiser and all it holds, or in global variables."""
         if self._held is None:
             self._held = _held_by(self._denoiser)
+        held = self._held
         return [
             mutation
             for mutation in pending_mutations(context)
-            if mutation.owner is None or (mutation.owner in self._held and self._differs(mutation))
+            if mutation.owner is None or (mutation.owner in held and _differs(mutation, held[mutation.owner]))
         ]
 
-    def _differs(self, mutation: Mutation) -> bool:
-        """False for what was changed and changed back."""
-        assert self._held is not None
-        held = self._held[mutation.owner] if mutation.owner is not None else None
-        now = held if mutation.name is None else getattr(held, mutation.name, None)
-        return bool(mutation.value != _plain(now))
+
+def _differs(mutation: Mutation, owner: Any) -> bool:
+    """False for what was changed and changed back."""
+    now = owner if mutation.name is None else getattr(owner, mutation.name, None)
+    return bool(mutation.value != _plain(now))
 
 
 def _modes() -> tuple[Any, ...]:
@@ -90,25 +90,22 @@ def _modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled()
 
 
+_HOLDS_NOTHING = (
+    *(Tensor, type, str, bytes, int, float, type(None)),
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
+)
+
+
 def _held_by(denoiser: nn.Module) -> dict[int, Any]:
     """The modules of a denoiser, and the containers and plain objects in their attributes, by identity."""
     held: dict[int, Any] = {}
     pending: list[Any] = [denoiser]
     while pending:
         value = pending.pop()
-        if (
-            id(value) in held
-            or isinstance(value, (Tensor, type, str, bytes, int, float, type(None)))
-            or _is_function(value)
-        ):
-            continue
-        held[id(value)] = value
-        pending += _parts(value)
+        if id(value) not in held and not isinstance(value, _HOLDS_NOTHING):
+            held[id(value)] = value
+            pending += _parts(value)
     return held
-
-
-def _is_function(value: Any) -> bool:
-    return isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType))
 
 
 def _parts(value: Any) -> Iterable[Any]:

@@ -16,13 +16,13 @@ class Call:
     """What is compared of one call; equal values have equal identities.
 
     Attributes:
-        weights: which denoiser.
+        denoiser: which denoiser is called.
         kind: which computation it runs.
         time: its time.
         operands: what else it reads, argument by argument.
     """
 
-    weights: Hashable
+    denoiser: Hashable
     kind: Hashable
     time: Hashable
     operands: tuple[Hashable, ...]
@@ -37,10 +37,10 @@ def group(calls: Sequence[Call]) -> list[list[int]]:
     Raises:
         StepMismatchError: the number of calls changes from step to step, and nothing tells which belong together.
     """
-    by_weights: dict[Hashable, list[int]] = defaultdict(list)
+    by_denoiser: dict[Hashable, list[int]] = defaultdict(list)
     for n, call in enumerate(calls):
-        by_weights[call.weights].append(n)
-    return sorted(stream for own in by_weights.values() for stream in _split(calls, own))
+        by_denoiser[call.denoiser].append(n)
+    return sorted(stream for own in by_denoiser.values() for stream in _split(calls, own))
 
 
 def _split(calls: Sequence[Call], own: list[int]) -> list[list[int]]:

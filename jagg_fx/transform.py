@@ -216,14 +216,15 @@ class Transformed(Generic[P, R]):
 
     def _run_compiled(self, regions: tuple[Region, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         self._runs = 0
-        buffers = [name for region in regions for name, _ in region.denoiser.named_buffers()]
         if self._config.lowering is Lowering.INDUCTOR:
             self._findings = canaries.findings(_device(regions[0].denoiser))
         try:
             with (
                 _installed(regions),
                 dynamo_settings(),
-                dynamo_errors(describe_function(self.original), bool(self._dynamic), buffers),
+                dynamo_errors(
+                    describe_function(self.original), bool(self._dynamic), [region.denoiser for region in regions]
+                ),
             ):
                 outputs = self._compiled(*args, **kwargs)
         except RaisedInCaptureError:

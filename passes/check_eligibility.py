@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from jagg_fx.ancestry import with_sources
 from jagg_fx.errors import ChainedStatesError, DropoutError, StepMismatchError
 from jagg_fx.passes.emit import value
 from jagg_fx.passes.find_steps import Step
@@ -17,7 +18,7 @@ def check_independent(steps: Sequence[Step]) -> None:
     calls = {step.forward for step in steps}
     for step in steps:
         for position in step.gradients:
-            if _depends_on(step.operands[position], calls):
+            if calls & with_sources([step.operands[position]]):
                 raise ChainedStatesError(step.index, _describe(step.operands[position]), chained=True)
 
 
@@ -42,9 +43,8 @@ def check_eligibility(gm: fx.GraphModule, steps: Sequence[Step], numbers: Number
 def _check_same_computation(first: Step, step: Step) -> None:
     if step.region == first.region:
         return
-    mine, other = set(step.note.arguments), set(first.note.arguments)
-    if mine != other:
-        raise StepMismatchError.arguments(step.index, sorted(other - mine), sorted(mine - other))
+    if step.note.arguments != first.note.arguments:
+        raise StepMismatchError.arguments(step.index, step.note.arguments, first.note.arguments)
     differences = [
         f"{_describe(b)} where step 0 has {_describe(a)}"
         for a, b in zip(first.operands, step.operands, strict=False)
@@ -81,16 +81,3 @@ def _draws_random_numbers(node: fx.Node, target: torch._ops.OpOverload) -> bool:
             given: Any = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             return bool((argument.default_value if given is None else given) != 0)
     return True
-
-
-def _depends_on(operand: fx.Node, calls: set[fx.Node]) -> bool:
-    """Whether an operand is computed from what one of the calls returns."""
-    pending, seen = [operand], {operand}
-    while pending:
-        node = pending.pop()
-        if node in calls:
-            return True
-        new = set(node.all_input_nodes) - seen
-        seen |= new
-        pending += new
-    return False

@@ -20,7 +20,7 @@ def group_streams(steps: Sequence[Step], numbers: Numbers) -> list[list[Step]]:
 
 def _call(step: Step, numbers: Numbers) -> Call:
     return Call(
-        weights=step.note.denoiser,
+        denoiser=step.note.denoiser,
         kind=step.region,
         time=numbers[step.time],
         operands=tuple(numbers[o] if isinstance(o, fx.Node) else o for o in step.operands),

@@ -11,12 +11,14 @@ from torch import Tensor, fx
 def materialise_conjugates(gm: fx.GraphModule) -> None:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
+            views = module.graph.find_nodes(op="call_function", target=torch.ops.aten._conj.default)
+            for view in views:
+                view.target = torch.ops.aten.conj_physical.default
             for node in module.graph.nodes:
-                if node.target is torch.ops.aten._conj.default:
-                    node.target = torch.ops.aten.conj_physical.default
                 if "val" in node.meta:
                     node.meta["val"] = _physical(node.meta["val"])
-            module.recompile()
+            if views:
+                module.recompile()
 
 
 def _physical(value: object) -> object:
