@@ -22,11 +22,11 @@ class Sampler(Protocol):
     """One step of a sampler."""
 
     def step(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor, s_max: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean `[B, *]` and standard deviation `[]` of the next state.
+        """Mean `[B, *]` and standard deviation (shaped as `s`) of the next state.
 
         Args:
             v, x: velocity and state `[B, *]`.
-            s, s_next: noise levels `[]` of this state and the next, in [0, 1].
+            s, s_next: noise levels of this state and the next, in [0, 1]: `[]`, or `[B, 1, ...]` for every sample its own.
             s_max: the level that stands in for `s = 1` where a formula divides by `1 - s` (the schedule's second level).
         """
         ...
@@ -132,7 +132,7 @@ class DDIM:
     def step(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor, s_max: Tensor) -> tuple[Tensor, Tensor]:
         alphas = _cumulative_alphas().to(x)
         timesteps = (1000 * torch.stack([s, s_next])).round().long().clamp(max=999)
-        a, a_next = alphas.gather(0, timesteps)
+        a, a_next = alphas.gather(0, timesteps.flatten()).view_as(timesteps)
         std = self.eta * ((1 - a_next) / (1 - a) * (1 - a / a_next)).sqrt()
         x0 = (x - (1 - a).sqrt() * v) / a.sqrt()
         return a_next.sqrt() * x0 + (1 - a_next - std.square()).sqrt() * v, std
