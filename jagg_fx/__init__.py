@@ -2,6 +2,7 @@
 
 from jagg_fx import plan
 from jagg_fx.transform import Transformed, transform
+from jagg_fx.wrap import Wrapped, wrap
 
-__all__ = ["Transformed", "plan", "transform"]
+__all__ = ["Transformed", "Wrapped", "plan", "transform", "wrap"]
 __version__ = "0.1.0"

@@ -238,6 +238,19 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def make_older(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let autograd run the node that made `tensor` after all that are younger than the one that made `other`."""
+    node: Any = tensor.grad_fn
+    origin: Any = other.grad_fn
+    node._set_sequence_nr(origin._sequence_nr())
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call when the backward that is running has run all of its nodes; what is raised there comes out of it."""
+    engine: Any = _probe("torch.autograd.variable", "Variable")._execution_engine
+    engine.queue_callback(call)
+
+
 def sets_grad_mode(node: fx.Node) -> bool:
     """Whether a node of a Dynamo graph enters or leaves no_grad."""
     return node.op == "call_function" and node.target is _probe("torch._C", "_set_grad_enabled")

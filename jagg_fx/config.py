@@ -31,6 +31,14 @@ class Chain(enum.StrEnum):
     STOP = "stop"
 
 
+class Capture(enum.StrEnum):
+    """What torch.compile captures."""
+
+    AUTO = "auto"
+    WHOLE = "whole"
+    DENOISER = "denoiser"
+
+
 class Lowering(enum.StrEnum):
     """What runs the rewritten graphs."""
 
@@ -84,8 +92,8 @@ class Config:
             rule=_rule(weights, degree, plan, max_rel_error),
             guard=Guard.create(_default_threshold(placement) if cos_threshold == "auto" else cos_threshold, jagg_frac),
             debias=check_debias(debias),
-            lowering=_choice(Lowering, "lowering", lowering),
-            chain=_choice(Chain, "chain", chain),
+            lowering=choice(Lowering, "lowering", lowering),
+            chain=choice(Chain, "chain", chain),
             options=tuple(sorted((options or {}).items())),
         )
 
@@ -189,11 +197,11 @@ def _rule(weights: str | None, degree: int | None, plan: object, max_rel_error: 
 
 
 def _weights(weights: str) -> Weights:
-    chosen: Weights = _choice(Weights, "weights", weights)
+    chosen: Weights = choice(Weights, "weights", weights)
     return chosen
 
 
-def _choice(kind: type[Any], name: str, value: object) -> Any:
+def choice(kind: type[Any], name: str, value: object) -> Any:
     try:
         return kind(value)
     except ValueError:

@@ -3,6 +3,7 @@
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
 T = TypeVar("T")
 
@@ -18,3 +19,20 @@ def from_rank_zero(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def is_sharded(*modules: nn.Module) -> bool:
+    """Whether running one of the modules takes part in collective calls (FSDP), so that all ranks must run it as often."""
+    if not is_distributed():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    kinds = (FSDPModule, FullyShardedDataParallel)
+    return any(isinstance(inner, kinds) for module in modules for inner in module.modules())
+
+
+def smallest(numbers: Tensor) -> Tensor:
+    """The smallest of each number `[n]` over all ranks, in the dtype that was given; a collective call."""
+    agreed = numbers.float()
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return agreed.to(numbers.dtype)

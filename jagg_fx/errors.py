@@ -227,6 +227,7 @@ class GraphBreakError(JaggError):
     """torch.compile could not capture the function whole."""
 
     def __init__(self, function: str, where: str, reason: str) -> None:
+        self.why = f"{reason} ({where})"
         super().__init__(
             f"jagg_fx.transform({function}) could not capture {function} as one graph.\n"
             f"Where: {where}\nWhat: {reason}\n"
@@ -245,7 +246,7 @@ class DynamoFailedError(JaggError):
     """torch.compile failed inside itself while it captured the function."""
 
     def __init__(self, function: str, version: str, reason: str, dynamic: bool) -> None:
-        self.reason = reason
+        self.reason = self.why = reason
         way_out = (
             "Leave dynamic=None and mark what varies, torch._dynamo.mark_dynamic(latents, 1); a second shape then costs no "
             "compile."
@@ -265,8 +266,8 @@ class BackwardInsideError(JaggError):
         super().__init__(
             f"jagg_fx.transform({function}): {function} runs a backward pass inside itself.\nWhere: {where}\n"
             f"transform needs the whole loop first and one backward after it: return the loss (or log-probs) from "
-            f"{function} and call backward() on the result. For loops with a backward per step, jagg_fx.wrap(denoiser, "
-            "num_steps=N, W=4) is planned."
+            f"{function} and call backward() on the result. For loops with a backward per step there is "
+            "denoiser = jagg_fx.wrap(denoiser, num_steps=N, W=4)."
         )
 
 
@@ -293,9 +294,9 @@ class AdapterError(JaggError):
     @classmethod
     def trained(cls, denoiser: str) -> "AdapterError":
         return cls(
-            f"{denoiser} is called with gradients while other adapters are active than when the function was entered. Inside a "
-            "transformed function, adapters can be switched for calls under no_grad alone: with torch.no_grad(), "
-            "model.disable_adapter(): ... Select the trained one before, and train several by a transformed function for each."
+            f"{denoiser} is called with gradients while other adapters are active than when the function was entered (or the "
+            "trajectory of a wrapped denoiser began). There, adapters can be switched for calls under no_grad alone: with "
+            "torch.no_grad(), model.disable_adapter(): ... Select the trained one before, and train several one after the other."
         )
 
 
@@ -325,9 +326,9 @@ class NotRepeatableError(JaggError):
 class InferenceTensorError(JaggError):
     """An argument cannot take part in autograd."""
 
-    def __init__(self, function: str, argument: str) -> None:
+    def __init__(self, call: str, argument: str) -> None:
         super().__init__(
-            f"jagg_fx.transform({function}): {argument} was made under torch.inference_mode, and such tensors cannot take part "
+            f"{call}: {argument} was made under torch.inference_mode, and such tensors cannot take part "
             "in autograd. Make the rollout under torch.no_grad, or pass a copy: latents.clone()."
         )
 
@@ -336,6 +337,7 @@ class FakeImplementationError(JaggError):
     """A custom operator cannot be traced."""
 
     def __init__(self, function: str, operator: str) -> None:
+        self.why = f"the custom operator {operator} has no fake implementation"
         super().__init__(
             f"jagg_fx.transform({function}): the custom operator {operator} has no fake implementation, so that torch.compile "
             "cannot trace it. Register one (torch.library.register_fake: the shape and dtype of what it returns), or use "
@@ -347,6 +349,7 @@ class SchedulerError(GraphBreakError):
     """A diffusers scheduler does something inside the function that cannot be captured."""
 
     def __init__(self, function: str, where: str, inside: str, reason: str) -> None:
+        self.why = f"{reason} ({where}, inside {inside})"
         JaggError.__init__(
             self,
             f"jagg_fx.transform({function}) could not capture {function} as one graph: a scheduler cannot be traced there.\n"
@@ -355,4 +358,114 @@ class SchedulerError(GraphBreakError):
             "thing in it (set_begin_index(0) and no step taken yet: otherwise the step is looked up by value). DDIM takes its "
             "timesteps as Python numbers: scheduler.timesteps.tolist(). Code that calls scheduler.index_for_timestep itself "
             "(Flow-GRPO's step) takes the loop's index instead: scheduler.sigmas[j], scheduler.sigmas[j + 1].",
+        )
+
+
+_WHOLE_TRAJECTORIES = (
+    "Run all steps of a trajectory (num_steps calls with gradients, each with its backward) before the optimizer steps or the "
+    "next one begins: a group's steps need the same weights. If the trajectory was given up (an exception in the loop), drop it: "
+    "wrapped.reset()."
+)
+
+
+class PendingStepsError(JaggError):
+    """Cotangents of a trajectory's steps would be lost."""
+
+    @classmethod
+    def lost(
+        cls, call: str, event: str, pending: Sequence[int], arrived: Sequence[int], closing: int
+    ) -> "PendingStepsError":
+        steps, come = (", ".join(map(str, numbers)) for numbers in (pending, arrived))
+        return cls(
+            f"{call}: {event}, but the gradients of its steps {steps} are pending. Cotangents have come for "
+            f"{come or 'none of them'}; they are handed on by the backward of step {closing}, which closes their group and has "
+            f"not run. {_WHOLE_TRAJECTORIES}"
+        )
+
+    @classmethod
+    def not_over(cls, call: str, event: str) -> "PendingStepsError":
+        return cls(f"{call}: {event}, but the present trajectory is not over. {_WHOLE_TRAJECTORIES}")
+
+
+class MissingCotangentError(JaggError):
+    """The backward of a group's last step ran before that of other steps."""
+
+    def __init__(self, denoiser: str, missing: Sequence[int], closing: int) -> None:
+        super().__init__(
+            f"the backward of {denoiser}'s step {closing} came before that of steps {', '.join(map(str, missing))}, "
+            "whose gradients it carries. Call backward() step by step in the order of the calls, or once for all; every step's "
+            "output must reach the loss (multiply by zero what does not count), and torch.autograd.grad(..., inputs) does not "
+            "visit other steps: use backward(). After this, wrapped.reset() drops the trajectory."
+        )
+
+
+class SecondBackwardError(JaggError):
+    """A step's cotangent came after it had been handed on."""
+
+    def __init__(self, call: str, step: int) -> None:
+        super().__init__(
+            f"{call}: a second backward reached step {step} after its group's gradients had been computed. Sum the losses of a "
+            "step and call backward() once."
+        )
+
+
+class StepOrderError(PendingStepsError):
+    """The times of a trajectory's steps are not in order."""
+
+    @classmethod
+    def unordered(cls, call: str, first: int, times: Sequence[float]) -> "StepOrderError":
+        return cls(
+            f"{call}: the times of steps {first} to {first + len(times) - 1} neither rise nor fall for every sample (the first "
+            f"sample's: {', '.join(f'{time:.4g}' for time in times)}). If the loop shuffles its timesteps, write "
+            "wrap(..., shuffled=True). If a new trajectory began before the last one was over, their steps are pending. "
+            f"{_WHOLE_TRAJECTORIES}"
+        )
+
+    @classmethod
+    def repeated(cls, call: str, first: int, last: int) -> "StepOrderError":
+        return cls(
+            f"{call}: a time comes twice among the steps {first} to {last} of one sample. If a new trajectory began before the "
+            f"last one was over, their steps are pending. {_WHOLE_TRAJECTORIES}"
+        )
+
+
+class ArgumentChangedError(JaggError):
+    """A step has to run again, and its arguments are not what they were."""
+
+    def __init__(self, denoiser: str, arguments: Sequence[str]) -> None:
+        super().__init__(
+            f"a step of {denoiser} has to run again to be exact, and one of its arguments ({', '.join(arguments)}) was changed "
+            "in place since. Pass a copy (x.clone()), or write cos_threshold=None, which never runs a step again."
+        )
+
+
+class VelocityMismatchError(JaggError):
+    """A rollout's velocities are not those of the present weights."""
+
+    @classmethod
+    def value(cls, call: str, number: int, difference: float, limit: float) -> "VelocityMismatchError":
+        return cls(
+            f"{call}.reuse(velocities=...): call {number} gives another velocity than the rollout (relative difference "
+            f"{difference:.2g}, allowed {limit:.2g}). They are valid in the first update after a rollout, while the weights, "
+            "guidance, precision and the order of the steps are the rollout's. Leave reuse out in later updates, or write "
+            "extrapolate=True, which moves them and approximates the values too."
+        )
+
+    @classmethod
+    def shape(cls, call: str, number: int, given: Sequence[int], fresh: Sequence[int]) -> "VelocityMismatchError":
+        return cls(
+            f"{call}.reuse(velocities=...): velocity {number} has the shape {list(given)}, and the denoiser "
+            f"returns {list(fresh)}. Give what the denoiser itself returned in the rollout, before guidance is applied, for the "
+            "same samples."
+        )
+
+
+class LostStepsError(JaggError):
+    """A step's cotangent came, and nothing led from there to the knots."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__(
+            f"jagg_fx.transform({function}, capture='denoiser'): a backward reached steps of the denoiser, but not through what "
+            f"{function} returned, so that their gradients would be lost. Return every tensor that the loss is made of (tensors, "
+            "tuples, lists, dicts, dataclasses), rather than leave it in an attribute or a list outside."
         )

@@ -11,8 +11,8 @@ from jagg_fx.structure import tensors_in
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def check_call(function: str, denoisers: Iterable[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check a call with gradients.
+def check_call(call: str, denoisers: Iterable[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check a call with gradients. `call` is what the user wrote, for the message.
 
     Raises:
         BatchNormError: a denoiser has batch normalisation in training mode.
@@ -26,4 +26,4 @@ def check_call(function: str, denoisers: Iterable[nn.Module], args: tuple[Any, .
     named = [(f"argument {i}", value) for i, value in enumerate(args)] + list(kwargs.items())
     for name, value in named:
         if any(tensor.is_inference() for tensor in tensors_in(value)):
-            raise InferenceTensorError(function, name)
+            raise InferenceTensorError(call, name)

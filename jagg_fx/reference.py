@@ -26,6 +26,7 @@ from jagg_fx._compat import backward_id, version
 from jagg_fx.adapters import active, adapted_layers
 from jagg_fx.budget import Measurements
 from jagg_fx.config import Chain, Config
+from jagg_fx.decision import decide
 from jagg_fx.denoiser import Arguments, TimeArgument, describe_function
 from jagg_fx.errors import (
     AdapterError,
@@ -34,13 +35,14 @@ from jagg_fx.errors import (
     NoStepsError,
     NotARegionError,
     NotRepeatableError,
-    StepMismatchError,
 )
-from jagg_fx.plan import Calibration, Plan, Weights
+from jagg_fx.jacobian_sizes import JacobianSizes
+from jagg_fx.plan import Calibration, Plan
 from jagg_fx.region import CallNote, replaced_forward
 from jagg_fx.report import Rewrite, Stream
 from jagg_fx.statistics import Plans, pack
-from jagg_fx.structure import Structure, detached, rebuild, structure_of, tensors_in
+from jagg_fx.structure import Output, detached, tensors_in
+from jagg_fx.surroundings import random_state
 
 Denoisers = Sequence[tuple[nn.Module, TimeArgument]]
 
@@ -51,10 +53,7 @@ class _Call:
 
     Attributes:
         note: which denoiser was called, with which arguments.
-        structure: how its output is built.
-        is_floating: which of its tensors are values.
-        values: the floating-point tensors of the output: under grad mode leaves of the glue's graph, else plain copies.
-        others: the other tensors of the output.
+        output: what it returned; its values are, under grad mode, leaves of the glue's graph, else plain copies.
         with_gradients: whether it ran under grad mode.
         time: its time; None where no gradient can come of the call (no_grad, frozen parameters), as are the rest.
         kind: all of the arguments but the tensors' elements.
@@ -62,10 +61,7 @@ class _Call:
     """
 
     note: CallNote
-    structure: Structure
-    is_floating: list[bool]
-    values: list[Tensor]
-    others: list[Tensor]
+    output: Output
     with_gradients: bool
     time: Tensor | None = None
     kind: Any = None
@@ -75,11 +71,9 @@ class _Call:
     def is_step(self) -> bool:
         return self.time is not None
 
-    def output(self, values: Sequence[Tensor]) -> Any:
-        """The denoiser's output with other values of the floating-point tensors."""
-        floating, others = iter(values), iter(self.others)
-        tensors = (next(floating) if is_floating else next(others) for is_floating in self.is_floating)
-        return rebuild(self.structure, tensors)
+    @property
+    def values(self) -> list[Tensor]:
+        return self.output.values
 
 
 def run(
@@ -89,11 +83,11 @@ def run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     on_statistics: Callable[[Plans, Tensor], None],
-) -> tuple[Any, Rewrite | None, "Measuring | None"]:
+) -> tuple[Any, Rewrite | None, "list[_StreamRun]"]:
     """Call `fn(*args, **kwargs)` with interpolated VJPs.
 
     Returns:
-        Its outputs, a record, and what the backward will measure (both None under no_grad).
+        Its outputs, a record, and streams that the backward will measure (None and empty under no_grad).
 
     Raises:
         NoStepsError: no call of a denoiser reaches the outputs with a gradient.
@@ -105,7 +99,7 @@ def run(
         NotRepeatableError: the function does something else when it runs again.
     """
     if not torch.is_grad_enabled():
-        return fn(*args, **kwargs), None, None
+        return fn(*args, **kwargs), None, []
     function = describe_function(fn)
     with _random_state_kept():
         calls, recorded = _record(fn, denoisers, config.chain, args, kwargs)
@@ -115,13 +109,9 @@ def run(
         count = sum(call.is_step for call in calls)
         reason = f"{count} calls of the denoiser ran with gradients, and the outputs depend on none of them"
         raise NoStepsError(function, ", ".join(type(denoiser).__name__ for denoiser, _ in denoisers), reason)
-    keys = _keys(steps)
-    grouped = streams.group(keys)
-    for stream in grouped:
-        _check_stream([steps[n] for n in stream], [keys[n] for n in stream])
-    own = [[steps[n] for n in stream] for stream in grouped]
+    own = [[steps[n] for n in stream] for stream in streams.group_run(steps)]
     plans = [config.plan(len(stream), s, len(own)) for s, stream in enumerate(own)]
-    measuring = Measuring(own, plans, needed, on_statistics)
+    measuring = _Measuring(own, plans, needed, on_statistics)
     with _random_state_kept():
         for part in measuring.streams:
             part.decide(config)
@@ -134,7 +124,7 @@ def run(
 
     def substitute(forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = _next(again, function, forward, args, kwargs)
-        return call.output(returned.get(id(call)) or [value.clone() for value in call.values])
+        return call.output.rebuilt(returned.get(id(call)) or [value.clone() for value in call.values])
 
     with _replaced(denoisers, substitute):
         outputs = fn(*args, **kwargs)
@@ -150,14 +140,14 @@ def run(
         covered_elements=sum(p.numel() for p in parameters.values()),
         calls_without_gradient=len(calls) - len(steps),
     )
-    return outputs, record, measuring
+    return outputs, record, measuring.streams
 
 
 def _run_exact(
     fn: Callable[..., Any],
     denoisers: Denoisers,
     calls: Sequence[_Call],
-    measuring: "Measuring",
+    measuring: "_Measuring",
     is_calibration: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -173,8 +163,10 @@ def _run_exact(
             args, kwargs = _cut(forward, args, kwargs)
         if id(call) in streams_of:
             run = streams_of[id(call)].run_knot if is_calibration else _plainly
-            values[id(call)] = _floating(run(forward, call, args, kwargs))
-        return call.output([value.detach().clone().requires_grad_(value.requires_grad) for value in call.values])
+            values[id(call)] = Output.of(run(forward, call, args, kwargs), forward.time.denoiser).values
+        return call.output.rebuilt(
+            [value.detach().clone().requires_grad_(value.requires_grad) for value in call.values]
+        )
 
     with _replaced(denoisers, run_exact):
         fn(*args, **kwargs)
@@ -251,7 +243,7 @@ def _record(
             args, kwargs = _cut(forward, args, kwargs)
         if is_step and known & _leaves_below((args, kwargs)):
             raise ChainedStatesError(sum(call.is_step for call in calls), "argument", chained=True)
-        state = _random_state()
+        state = random_state()
         versions = {name: version(buffer) for name, buffer in forward.denoiser.named_buffers()}
         held = _held(forward.denoiser)
         with torch.no_grad():
@@ -263,26 +255,20 @@ def _record(
         if left and is_step:
             raise NotARegionError.state(forward.time.denoiser, sorted(left))
         torch.clear_autocast_cache()  # it may hold weights that were cast under no_grad and would get no gradient
-        if is_step and not all(map(torch.equal, state, _random_state())):
+        if is_step and not all(map(torch.equal, state, random_state())):
             raise DropoutError(["torch's random state moved"])
-        tensors = tensors_in(output)
-        values = [value.detach().clone().requires_grad_(is_step) for value in tensors if value.is_floating_point()]
+        taken_apart = Output.of(output, forward.time.denoiser)
+        values = [value.detach().clone().requires_grad_(is_step) for value in taken_apart.values]
         known.update(map(id, values))
-        call = _Call(
-            CallNote(forward.index, forward.time.given(args, kwargs), is_cut),
-            structure_of(output, forward.time.denoiser),
-            [value.is_floating_point() for value in tensors],
-            values,
-            [value for value in tensors if not value.is_floating_point()],
-            torch.is_grad_enabled(),
-        )
+        note = CallNote(forward.index, forward.time.given(args, kwargs), is_cut)
+        call = _Call(note, taken_apart.with_values(values), torch.is_grad_enabled())
         if is_step:
             call.time = step_time.detach().clone()
             given = list(forward.time.replace(args, kwargs, step_time))
             call.operands = [value for value in tensors_in(given) if value is not step_time]
-            call.kind = _kind(given, step_time)
+            call.kind = streams.kind_of(given, step_time)
         calls.append(call)
-        return call.output([value.clone() for value in values])
+        return call.output.rebuilt([value.clone() for value in values])
 
     with _replaced(denoisers, record):
         outputs = fn(*args, **kwargs)
@@ -290,55 +276,6 @@ def _record(
         if active(adapted_layers(denoiser)) != before:
             raise AdapterError.left(time.denoiser)
     return calls, outputs
-
-
-def _keys(steps: Sequence[_Call]) -> list[streams.Call]:
-    """What tells the steps of one stream from those of another.
-
-    Times, and operands with a gradient (a trained prompt that every step rebuilds), are equal where their elements are. Other
-    operands are equal where they are one piece of memory, as expressions are in a graph: equal elements can be chance.
-    """
-    known: list[Tensor] = []
-
-    def by_elements(operand: Any) -> int:
-        for n, other in enumerate(known):
-            if other.dtype == operand.dtype and other.device == operand.device and torch.equal(other, operand):
-                return n
-        known.append(operand)
-        return len(known) - 1
-
-    def number(operand: Tensor) -> Any:
-        if operand.requires_grad:
-            return by_elements(operand)
-        return operand.data_ptr(), operand.dtype, operand.shape, operand.stride()
-
-    return [
-        streams.Call(step.note.denoiser, repr(step.kind), by_elements(step.time), tuple(map(number, step.operands)))
-        for step in steps
-    ]
-
-
-def _check_stream(steps: Sequence[_Call], keys: Sequence[streams.Call]) -> None:
-    """Raise where the compiled path does: another computation, or a gradient into what belongs to one step alone."""
-    for index, (step, key) in enumerate(zip(steps, keys, strict=True)):
-        if step.note.arguments != steps[0].note.arguments:
-            raise StepMismatchError.arguments(index, step.note.arguments, steps[0].note.arguments)
-        if key.kind != keys[0].kind:
-            raise StepMismatchError.shapes(index, [f"{key.kind} where step 0 has {keys[0].kind}"])
-        for place, operand in enumerate(step.operands):
-            if operand.requires_grad and key.operands[place] != keys[0].operands[place]:
-                raise ChainedStatesError(index, f"{operand.dtype}{list(operand.shape)}", chained=False)
-
-
-def _kind(value: Any, time: Tensor) -> Any:
-    """Arguments without the elements of tensors and without the time."""
-    if isinstance(value, Tensor):
-        return "time" if value is time else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, dict):
-        return {key: _kind(item, time) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_kind(item, time) for item in value]
-    return value
 
 
 def _held(denoiser: nn.Module) -> set[tuple[int, str, int]]:
@@ -357,12 +294,7 @@ def _random_state_kept() -> Iterator[None]:
         yield
 
 
-def _random_state() -> list[Tensor]:
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return [torch.get_rng_state(), *on_gpus]
-
-
-class Measuring:
+class _Measuring:
     """Collects the sizes of cotangents, and of the knots' Jacobians, while one run's backward goes by.
 
     Args:
@@ -384,15 +316,6 @@ class Measuring:
         self._on_statistics = on_statistics
         self._backward = -1
 
-    @property
-    def is_useful(self) -> bool:
-        """Whether a backward came by, and its numbers are finite and not all zero (as where all rewards are alike)."""
-        return any(part.is_useful for part in self.streams)
-
-    def measurements(self) -> list[Measurements | None]:
-        """What a budget is placed by, stream by stream; None where the backward did not come by. Call when `is_useful`."""
-        return [part.measurements() if part.is_useful else None for part in self.streams]
-
     def cotangent_arrives(self) -> None:
         """Forget those of an earlier backward, which may have stopped halfway."""
         backward = backward_id()
@@ -411,7 +334,7 @@ class Measuring:
 class _StreamRun:
     """One stream in one run: what is exact, what stands in for the rest, and what its backward measures."""
 
-    def __init__(self, plan: Plan, steps: Sequence[_Call], needed: set[int], measuring: Measuring) -> None:
+    def __init__(self, plan: Plan, steps: Sequence[_Call], needed: set[int], measuring: _Measuring) -> None:
         self.plan = plan
         self.steps = steps
         self.slots = [
@@ -421,10 +344,9 @@ class _StreamRun:
         ]
         self._measuring = measuring
         self._weights = self._scores = self._keep = torch.zeros(0)
-        self._factors: list[float] = []  # `c_i` of each intermediate step
+        self._factors: tuple[float, ...] = ()  # `c_i` of each intermediate step
         self.squares: dict[tuple[int, int], Tensor] = {}  # by slot and step: squared norms per sample
-        self._composites: dict[int, Tensor] = {}  # by knot: squared norm of `G_k`
-        self._vjps: dict[int, Tensor] = {}  # by knot: squared norm of `J_k^T G_k`
+        self._sizes: JacobianSizes | None = None
 
     def record(self) -> Stream:
         first = self.steps[0].note
@@ -435,19 +357,14 @@ class _StreamRun:
         """Weights, scores and factors, by the values alone."""
         if not self.plan.segments:
             return
-        device = self.steps[0].values[0].device
-        times = torch.stack([step.time for step in self.steps])  # type: ignore[misc]
-        if self.plan.rule.weights is Weights.INDEX:
-            times = torch.arange(self.plan.num_steps, device=device)
-        t, t_knots = times[list(self.plan.intermediate)], times[list(self.plan.knots)]
-        self._weights = interpolation.knot_weights(t, t_knots, self.plan.rule.degree).to(device)
-        middle, at_knots = (
-            [torch.stack([self.steps[i].values[slot].detach() for i in indices]) for slot in self.slots]
-            for indices in (self.plan.intermediate, self.plan.knots)
+        decision = decide(
+            self.plan,
+            config,
+            {i: step.time for i, step in enumerate(self.steps) if step.time is not None},
+            [{i: step.values[slot].detach() for i, step in enumerate(self.steps)} for slot in self.slots],
         )
-        self._scores = guard.segment_scores(interpolation.agreement(middle, at_knots, self._weights), self.plan)
-        self._keep = guard.keep_segments(self._scores, self.plan, config.guard)
-        self._factors = _exact_factors(self.plan, config, self._keep)
+        self._weights, self._scores, self._keep = decision.weights, decision.scores, decision.keep
+        self._factors = decision.factors
 
     def to_run(self) -> list[_Call]:
         """The calls that must be run with gradients."""
@@ -486,19 +403,10 @@ class _StreamRun:
         return value
 
     def run_knot(self, forward: _Forward, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The denoiser's output at a knot, with hooks that note how large its own VJP is.
-
-        The knots share their parameters; views of them, one set per knot, tell their gradients apart.
-        """
+        """The denoiser's output at a knot, while the size of its Jacobian is measured."""
         k = next(i for i, step in enumerate(self.steps) if step is call)
-        views = {name: p.view_as(p) for name, p in forward.denoiser.named_parameters() if p.requires_grad}
-        for view in views.values():
-            view.register_hook(functools.partial(_add_square, self._vjps, k))
-        output = forward.with_parameters(views, args, kwargs)
-        for value in _floating(output):
-            if value.requires_grad:
-                value.register_hook(functools.partial(_add_square, self._composites, k))
-        return output
+        self._sizes = self._sizes or JacobianSizes(forward.denoiser, forward.with_parameters)
+        return self._sizes.at(k)(*args, **kwargs)
 
     @property
     def is_useful(self) -> bool:
@@ -510,28 +418,11 @@ class _StreamRun:
         return Measurements(
             times=times,
             values=tuple(value for value in values if value.shape[1:2] == values[0].shape[1:2]),
-            norms=self._norms() * self._jacobian_sizes(times),
+            norms=self._norms() * (self._sizes.of_steps(times, list(self.plan.knots)) if self._sizes else 1),
         )
 
     def packed(self) -> Tensor:
         return pack(self._norms().square().sum(1).sqrt(), self._scores, self._keep)
-
-    def _jacobian_sizes(self, times: Tensor) -> Tensor:
-        """`|J_i|` of every step `[N, B or 1]`: `|J_k^T G_k| / |G_k|` at the knots, interpolated between them.
-
-        Where the backward did not pass the hooks at some knot (gradient checkpointing runs the denoiser anew, on the
-        parameters themselves), all count alike.
-        """
-        knots = list(self.plan.knots)
-        if not all(self._composites.get(k) and k in self._vjps for k in knots):
-            return torch.ones_like(self._norms())
-        sizes = torch.stack([(self._vjps[k] / self._composites[k]).sqrt() for k in knots])
-        weights = interpolation.knot_weights(times, times[knots]).to(sizes.device)
-        return (
-            (weights * sizes.to(weights.dtype).reshape(1, -1, *[1] * (weights.dim() - 2)))
-            .sum(1)
-            .reshape(len(times), -1)
-        )
 
     def _norms(self) -> Tensor:
         """`|g_i|` per sample `[N, B]`; a step that the backward did not reach has none."""
@@ -545,31 +436,6 @@ class _StreamRun:
         self._measuring.cotangent_arrives()
         self.squares[slot, index] = interpolation.squared_norms(cotangent[None])[0]
         self._measuring.cotangent_arrived()
-
-
-def _add_square(totals: dict[int, Tensor], k: int, gradient: Tensor) -> None:
-    wide = gradient.detach().to(interpolation.working_dtype(gradient.dtype))
-    totals[k] = totals.get(k, 0) + wide.square().sum()
-
-
-def _exact_factors(plan: Plan, config: Config, keep: Tensor) -> list[float]:
-    """`c_i` of each intermediate step."""
-    corrections = [] if config.debias is None else guard.Correction.of_segments(plan, config.debias)
-    drawn = guard.draw(plan, keep.device) if corrections else keep
-    factors: list[float] = []
-    for s, segment in enumerate(plan.segments):
-        if not keep[s]:
-            factors += [1.0] * len(segment.intermediate)
-        elif corrections:
-            fires = drawn[0, s] < corrections[s].p
-            factors += corrections[s].factors(fires, corrections[s].choose(drawn[1, s])).tolist()
-        else:
-            factors += [0.0] * len(segment.intermediate)
-    return factors
-
-
-def _floating(output: Any) -> list[Tensor]:
-    return [value for value in tensors_in(output) if value.is_floating_point()]
 
 
 def _leaves_below(outputs: Any) -> set[int]:

@@ -59,6 +59,7 @@ class Report:
         config: what was asked for.
         rewrite: the newest rewritten graph, None before the first one.
         graphs: how many joint graphs were rewritten so far (one per specialisation).
+        capture: what was captured by torch.compile, and why not more.
         notes: what else was done or found that a user should know.
     """
 
@@ -68,6 +69,7 @@ class Report:
     rewrite: Rewrite | None
     graphs: int
     notes: tuple[str, ...] = ()
+    capture: str = "whole"
 
     def exact(self) -> list[str]:
         """What keeps its exact gradient, each with its reason."""
@@ -96,6 +98,7 @@ class Report:
             "debias": self.config.debias,
             "chain": self.config.chain.value,
             "lowering": self.config.lowering.value,
+            "capture": self.capture,
             "torch": torch.__version__,
             "rewritten_graphs": self.graphs,
             "notes": list(self.notes),
@@ -172,12 +175,14 @@ class Report:
                 ("backward passes", self._passes(self.rewrite.plans)),
                 ("gradients covered", f"{self.rewrite.covered} tensors, {self.rewrite.covered_elements:,} elements"),
                 ("left exact", "\n".join(self.exact()) or "nothing: every group has intermediate steps"),
-                ("rewritten graphs", self.graphs),
+                ("rewritten graphs", self.graphs or "none: rewritten in autograd"),
             ]
         weights = self.config.rule.weights.value + (", quadratic" if self.config.rule.degree == 2 else "")
         rows += [("weights", weights), ("guard", self._guard())]
         if self.config.debias is not None:
             rows.append(("debias", f"each segment with probability {self.config.debias:g}"))
+        if self.capture != "whole":
+            rows.append(("capture", self.capture))
         rows += [("lowering", self.config.lowering.value), ("torch", torch.__version__)]
         if self.notes:
             rows.append(("notes", "\n".join(self.notes)))

@@ -7,8 +7,13 @@ experts that share the steps between them (Wan 2.2): a Jacobian tells nothing ab
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from jagg_fx.errors import StepMismatchError
+import torch
+from torch import Tensor
+
+from jagg_fx.errors import ChainedStatesError, StepMismatchError
+from jagg_fx.region import CallNote
 
 
 @dataclass(frozen=True)
@@ -87,3 +92,73 @@ def _kept_from_step_to_step(calls: Sequence[Call], own: list[int]) -> dict[int, 
     for place, operand, _ in {(p, o, calls[n].time) for n in own for p, o in enumerate(calls[n].operands)}:
         times[place, operand] += 1
     return {n: tuple(o if times[p, o] > 1 else None for p, o in enumerate(calls[n].operands)) for n in own}
+
+
+class RanCall(Protocol):
+    """A call that was run: which denoiser, with which arguments, what kind of computation, at what time, on which tensors."""
+
+    note: CallNote
+    kind: Any
+    operands: list[Tensor]
+
+    @property
+    def time(self) -> Tensor | None: ...
+
+
+def group_run(steps: Sequence[RanCall]) -> list[list[int]]:
+    """`group` for calls that were run, not traced.
+
+    Times, and operands with a gradient (a trained prompt that every step rebuilds), are equal where their elements are. Other
+    operands are equal where they are one piece of memory, as expressions are in a graph: equal elements can be chance.
+
+    Raises:
+        StepMismatchError: steps run different computations, or which calls belong together cannot be told.
+        ChainedStatesError: a gradient flows into what belongs to one step alone.
+    """
+    known: list[Tensor] = []
+
+    def by_elements(operand: Any) -> int:
+        for n, other in enumerate(known):
+            if other.dtype == operand.dtype and other.device == operand.device and torch.equal(other, operand):
+                return n
+        known.append(operand)
+        return len(known) - 1
+
+    def number(operand: Tensor) -> Any:
+        if operand.requires_grad:
+            return by_elements(operand)
+        return operand.data_ptr(), operand.dtype, operand.shape, operand.stride()
+
+    keys = [
+        Call(step.note.denoiser, repr(step.kind), by_elements(step.time), tuple(map(number, step.operands)))
+        for step in steps
+    ]
+    grouped = group(keys)
+    for stream in grouped:
+        first = stream[0]
+        for index, n in enumerate(stream):
+            check_alike(index, steps[n], steps[first])
+            for place, operand in enumerate(steps[n].operands):
+                if operand.requires_grad and keys[n].operands[place] != keys[first].operands[place]:
+                    raise ChainedStatesError(index, f"{operand.dtype}{list(operand.shape)}", chained=False)
+    return grouped
+
+
+def check_alike(index: int, step: RanCall, first: RanCall) -> None:
+    """Raise `StepMismatchError` if a step runs another computation than its stream's first."""
+    if step.note.arguments != first.note.arguments:
+        raise StepMismatchError.arguments(index, step.note.arguments, first.note.arguments)
+    kind, expected = repr(step.kind), repr(first.kind)
+    if kind != expected:
+        raise StepMismatchError.shapes(index, [f"{kind} where step 0 has {expected}"])
+
+
+def kind_of(value: Any, time: Tensor) -> Any:
+    """Arguments without the elements of tensors and without the time."""
+    if isinstance(value, Tensor):
+        return "time" if value is time else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, dict):
+        return {key: kind_of(item, time) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [kind_of(item, time) for item in value]
+    return value

@@ -6,7 +6,7 @@ to what it understands.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -61,6 +61,22 @@ def detached(value: Any) -> Any:
     return value
 
 
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nesting with its tensors changed; what is no tensor, tuple, list, dict or dataclass stays as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{f.name: map_tensors(getattr(value, f.name), change) for f in fields})
+    return value
+
+
 def rebuild(structure: Structure, tensors: Iterator[Tensor]) -> Any:
     """The output of that structure, with the next tensors in their places."""
     kind = structure[0]
@@ -76,3 +92,37 @@ def rebuild(structure: Structure, tensors: Iterator[Tensor]) -> Any:
         return tuple(values)
     named = dict(zip(names, values, strict=True))
     return named if kind == "dict" else kind(**named)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What one call of a denoiser returned.
+
+    Attributes:
+        structure: how it is built.
+        is_floating: which of its tensors are values.
+        values: the floating-point tensors.
+        others: the other tensors.
+    """
+
+    structure: Structure
+    is_floating: tuple[bool, ...]
+    values: list[Tensor]
+    others: list[Tensor]
+
+    @classmethod
+    def of(cls, output: Any, denoiser: str) -> "Output":
+        """Raises `NotARegionError` for what cannot be rebuilt."""
+        structure, tensors = structure_of(output, denoiser), tensors_in(output)
+        is_floating = tuple(tensor.is_floating_point() for tensor in tensors)
+        values, others = ([t for t, f in zip(tensors, is_floating, strict=True) if f is kind] for kind in (True, False))
+        return cls(structure, is_floating, values, others)
+
+    def rebuilt(self, values: Sequence[Tensor]) -> Any:
+        """The output with other values."""
+        floating, others = iter(values), iter(self.others)
+        tensors = (next(floating) if is_floating else next(others) for is_floating in self.is_floating)
+        return rebuild(self.structure, tensors)
+
+    def with_values(self, values: Sequence[Tensor]) -> "Output":
+        return dataclasses.replace(self, values=list(values))

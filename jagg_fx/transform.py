@@ -8,16 +8,20 @@ from dataclasses import replace
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from jagg_fx import canaries, reference
 from jagg_fx._compat import compile_isolated, dynamo_errors, dynamo_settings
 from jagg_fx.backend import lower
-from jagg_fx.config import Chain, Config, Lowering
+from jagg_fx.calibration import MeasuredStream, place_by_measurements
+from jagg_fx.config import Capture, Chain, Config, Lowering, choice
 from jagg_fx.denoiser import check_denoiser, describe_function, find_denoiser, find_time
-from jagg_fx.distributed import from_rank_zero, is_distributed
+from jagg_fx.denoiser_capture import DenoiserCapture
+from jagg_fx.distributed import is_distributed
 from jagg_fx.errors import (
     DynamoFailedError,
+    FakeImplementationError,
+    GraphBreakError,
     NoStepsError,
     NotCalibratedError,
     OptionError,
@@ -31,6 +35,7 @@ from jagg_fx.preconditions import check_call
 from jagg_fx.region import TIME, Region
 from jagg_fx.report import Report, Rewrite
 from jagg_fx.statistics import Recorder, Statistics
+from jagg_fx.velocities import Velocities
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +59,7 @@ def transform(
     time: str | None = None,
     chain: str = "error",
     lowering: str = "inductor",
+    capture: str = "auto",
     fullgraph: bool = True,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
@@ -95,6 +101,10 @@ def transform(
             keeps its gradient (what DRTune, arXiv 2405.00760, does).
         lowering: "inductor" compiles to machine code; "eager" rewrites the same graphs and interprets them; "reference"
             computes the same approximation by plain autograd, without torch.compile.
+        capture: "whole" has torch.compile capture the function whole and rewrites its joint graph. "denoiser" leaves the function
+            to Python, compiles the denoiser alone and rewrites in autograd, with the same plans, guard and statistics: for
+            functions with `.item()`, prints, lookups by value, generators or collectives between the steps. "auto" tries whole,
+            and settles for the other with a warning; the report says why.
         fullgraph: as in `torch.compile`. With False the graph may break before and after the loop over the steps.
         dynamic: as in `torch.compile`.
         options: Inductor's options, as in `torch.compile`.
@@ -142,7 +152,9 @@ def transform(
             f"jagg_fx.transform(fn, denoiser=[{', '.join(type(module).__name__ for module in denoisers)}]): a list names at "
             "least one module, none twice, and none that is part of another one. Name the modules that the function calls itself."
         )
-    return Transformed(fn, config, denoisers, time, fullgraph=fullgraph, dynamic=dynamic)
+    return Transformed(
+        fn, config, denoisers, time, capture=choice(Capture, "capture", capture), fullgraph=fullgraph, dynamic=dynamic
+    )
 
 
 class Transformed(Generic[P, R]):
@@ -159,6 +171,7 @@ class Transformed(Generic[P, R]):
         denoisers: tuple[nn.Module, ...],
         time: str | None,
         *,
+        capture: Capture,
         fullgraph: bool,
         dynamic: bool | None,
     ) -> None:
@@ -166,7 +179,11 @@ class Transformed(Generic[P, R]):
         self._config = config
         if isinstance(config.placement, Budget) and config.placement.schedule is None:
             self._config = replace(config, placement=Calibrated(config.placement))
-        self._measuring: reference.Measuring | None = None
+        self._measuring: Sequence[MeasuredStream] = ()  # what the last call measures
+        self._capture = capture
+        self._uncaptured: str | None = None  # why the function is not captured whole
+        self._by_denoiser: DenoiserCapture | None = None
+        self._velocities: Velocities | None = None
         self._recorder = Recorder()
         self._given = denoisers
         self._time = time
@@ -192,27 +209,62 @@ class Transformed(Generic[P, R]):
         self._regions = regions = self._current_regions(args, kwargs)
         if torch.is_grad_enabled():
             denoisers = [region.denoiser for region in regions]
-            check_call(describe_function(self.original), denoisers, args, kwargs)
-        if self._measuring is not None and torch.is_grad_enabled():
+            check_call(repr(self).strip("<>"), denoisers, args, kwargs)
+        if self._measuring and torch.is_grad_enabled():
             self._finish_calibration()
         placement = self._config.placement
         if isinstance(placement, Calibrated) and not placement.plans and torch.is_grad_enabled():
             return self._calibrate(regions, args, kwargs)
         try:
-            if self._config.lowering is not Lowering.REFERENCE:
-                return self._run_compiled(regions, args, kwargs)
+            return self._run(regions, args, kwargs)
+        except NotCalibratedError:  # a number of steps that no plan was made for
+            return self._calibrate(regions, args, kwargs)
+
+    def _run(self, regions: tuple[Region, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        if self._config.lowering is Lowering.REFERENCE and self._velocities is None:
             outputs, record, _ = self._run_reference(regions, self._config, args, kwargs)
             if record is not None:
                 self._rewrites = [record]
             return outputs
-        except NotCalibratedError:  # a number of steps that no plan was made for
-            return self._calibrate(regions, args, kwargs)
+        if self._uncaptured is not None or self._capture is Capture.DENOISER or self._velocities is not None:
+            return self._run_by_denoiser(regions, args, kwargs)
+        try:
+            return self._run_compiled(regions, args, kwargs)
+        except (GraphBreakError, DynamoFailedError, FakeImplementationError) as error:
+            if self._capture is Capture.WHOLE:
+                raise
+            self._uncaptured = error.why
+            log.warning("%s is not captured whole, the denoiser alone is compiled: %s", self, error.why)
+            return self._run_by_denoiser(regions, args, kwargs)
 
     def _run_reference(
         self, regions: tuple[Region, ...], config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[R, Rewrite | None, reference.Measuring | None]:
+    ) -> tuple[R, Rewrite | None, Sequence[MeasuredStream]]:
         denoisers = [(region.denoiser, region.time) for region in regions]
         return reference.run(self.original, denoisers, config, args, kwargs, self._recorder.record)
+
+    def _run_by_denoiser(self, regions: tuple[Region, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        if self._by_denoiser is None:
+            self._by_denoiser = self._make_denoiser_capture(regions, self._compile_denoiser)
+            if len(self._rewrites) == 1 and len(plans := self._rewrites[0].plans) == 1:  # of the whole capture
+                self._by_denoiser.foreseen = [(0, i in plans[0].knots) for i in range(plans[0].num_steps)]
+        outputs, record, _ = self._by_denoiser.run(
+            self.original, self._config, args, kwargs, velocities=self._velocities
+        )
+        if record is not None and record not in self._rewrites:
+            self._rewrites.append(record)
+        return outputs  # type: ignore[no-any-return]
+
+    def _make_denoiser_capture(
+        self, regions: tuple[Region, ...], compiled: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> DenoiserCapture:
+        denoisers = [(region.denoiser, region.time) for region in regions]
+        return DenoiserCapture(describe_function(self.original), denoisers, compiled, self._recorder.record)
+
+    def _compile_denoiser(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        if self._config.lowering is not Lowering.INDUCTOR:
+            return forward
+        return torch.compile(forward, dynamic=self._dynamic, options=dict(self._config.options) or None)
 
     def _run_compiled(self, regions: tuple[Region, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         self._runs = 0
@@ -228,8 +280,9 @@ class Transformed(Generic[P, R]):
             ):
                 outputs = self._compiled(*args, **kwargs)
         except RaisedInCaptureError:
-            with _installed(regions):
-                self.original(*args, **kwargs)  # nothing has run yet: let the function raise its own exception
+            if self._capture is Capture.WHOLE:
+                with _installed(regions):
+                    self.original(*args, **kwargs)  # nothing has run yet: let the function raise its own exception
             raise
         except DynamoFailedError as error:
             if refusal := next((region.refusal for region in regions if region.refusal), None):
@@ -243,39 +296,51 @@ class Transformed(Generic[P, R]):
         return outputs
 
     def _calibrate(self, regions: tuple[Region, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Run by the reference with even knots and measure; `_finish_calibration` places the knots afterwards."""
+        """Run with even knots, uncompiled, and measure; `_finish_calibration` places the knots afterwards."""
         assert isinstance(self._config.placement, Calibrated)
-        log.info("the knots of %s are not placed yet: this call measures, by the eager reference", self)
+        log.info("the knots of %s are not placed yet: this call measures, uncompiled", self)
         config = replace(self._config, placement=self._config.placement.budget.calibration())
-        outputs, _, self._measuring = self._run_reference(regions, config, args, kwargs)
+        if self._config.lowering is Lowering.REFERENCE:
+            outputs, _, self._measuring = self._run_reference(regions, config, args, kwargs)
+        else:
+            eager = self._make_denoiser_capture(regions, lambda forward: forward)
+            outputs, _, self._measuring = eager.run(self.original, config, args, kwargs, measures=True)
         return outputs
 
     def _finish_calibration(self) -> None:
         """Place the knots by what the last call and its backward measured; without a backward, the next call measures."""
-        measuring, self._measuring = self._measuring, None
+        streams, self._measuring = self._measuring, ()
         placement = self._config.placement
         assert isinstance(placement, Calibrated)
-        assert measuring is not None
-        plans = None
-        if measuring.is_useful:
-            plans = tuple(
-                placement.budget.within(part.plan.num_steps, len(measuring.streams)).place_measured(
-                    measured, self._config.rule
-                )
-                if measured
-                else part.plan  # no gradient reached this stream: it keeps even knots
-                for part, measured in zip(measuring.streams, measuring.measurements(), strict=True)
-            )
-        plans = from_rank_zero(plans)
-        if plans is None:
-            log.warning(
-                "%s could not place its knots: no backward followed the call that measured, or its gradients were zero or not "
-                "finite. The next call with gradients measures again, by the eager reference.",
-                self,
-            )
-        else:
-            log.info("knots of %s: %s", self, ", ".join(str(plan.knots) for plan in plans))
+        plans = place_by_measurements(str(self), placement.budget, self._config.rule, streams)
+        if plans is not None:
             self._config = replace(self._config, placement=placement.with_plans(plans))
+
+    @contextlib.contextmanager
+    def reuse(
+        self, velocities: Tensor | Sequence[Tensor], *, extrapolate: bool = False, tolerance: float | None = None
+    ) -> Iterator[None]:
+        """Within the block, intermediate steps take the rollout's velocities, and their forward is not run.
+
+        The first update after a rollout runs with the weights of the rollout: its velocities are those of the rollout, and a
+        group costs two forwards and two backwards. Every knot is run, and its value compared with the given one. Calls within
+        the block run with `capture="denoiser"`; the first of them may run every forward still, to learn which steps are knots.
+
+        Args:
+            velocities: of each call with gradients `[B, *]`, in the order of the calls; a tensor `[calls, B, *]` or a list.
+            extrapolate: the weights may have moved since the rollout. **Values are approximations then too**: intermediate
+                velocities are moved by what changed at the knots that ran before them (by their weights in time).
+            tolerance: largest relative difference at a knot. By default 1e-4, and 2e-2 in half precision.
+
+        Raises:
+            OptionError: their number is not that of the calls.
+            VelocityMismatchError: a knot's value is another one: the weights have moved.
+        """
+        self._velocities = Velocities.create(velocities, extrapolate, tolerance)
+        try:
+            yield
+        finally:
+            self._velocities = None
 
     def _compile(self) -> Callable[P, R]:
         return compile_isolated(self._entry, self._backend, fullgraph=self._fullgraph, dynamic=self._dynamic)
@@ -292,7 +357,7 @@ class Transformed(Generic[P, R]):
                 f"{self}.recalibrate(): its knots are not placed by a measurement. Write "
                 f"jagg_fx.transform({describe_function(self.original)}, knots=K) for knots that are."
             )
-        self._measuring, self._rewrites = None, []
+        self._measuring, self._rewrites = (), []
         self._config = replace(self._config, placement=replace(placement, plans=()))
         self._compiled = self._compile()  # graphs compiled so far hold the old knots
 
@@ -316,7 +381,7 @@ class Transformed(Generic[P, R]):
         With several processes, the knots that a measurement placed appear at the next call with gradients: rank 0 decides
         for all, by a broadcast in which every rank of the default process group takes part.
         """
-        if self._measuring is not None and self._measuring.is_useful and not is_distributed():
+        if any(stream.is_useful for stream in self._measuring) and not is_distributed():
             self._finish_calibration()
         placement = self._config.placement
         if isinstance(placement, Calibrated):
@@ -339,9 +404,20 @@ class Transformed(Generic[P, R]):
             denoisers=self._names(),
             config=self._config,
             rewrite=self._rewrites[-1] if self._rewrites else None,
-            graphs=len(self._rewrites),
+            graphs=0 if self._by_denoiser else len(self._rewrites),
             notes=self._notes(),
+            capture=self._describe_capture(),
         )
+
+    def _describe_capture(self) -> str:
+        if self._by_denoiser is None:
+            return "whole"
+        reasons = {
+            Capture.DENOISER: "as asked for",
+            Capture.AUTO: self._uncaptured or "in calls that reuse velocities",
+            Capture.WHOLE: "in calls that reuse velocities",
+        }
+        return f"the denoiser alone, rewritten in autograd: {reasons[self._capture]}"
 
     def _notes(self) -> tuple[str, ...]:
         notes = [finding.note for finding in self._findings]
@@ -364,6 +440,7 @@ class Transformed(Generic[P, R]):
         same = len(known) == len(denoisers) and all(a is b for a, b in zip(known, denoisers, strict=True))
         if same and all(region.is_current() for region in self._regions):
             return self._regions
+        self._by_denoiser = None
         return self._make_regions(denoisers)
 
     def _make_regions(self, denoisers: Sequence[nn.Module], failure: str | None = None) -> tuple[Region, ...]:

@@ -191,7 +191,7 @@ def _replay(body: Body, model: nn.Module) -> Callable[[Tensor, Tensor], Any]:
     ("body", "make", "kind", "message"), REFUSALS, ids=[body.__name__ + f"-{m.__name__}" for body, m, *_ in REFUSALS]
 )
 def test_refused(body: Body, make: Callable[[], nn.Module], kind: type[errors.JaggError], message: str) -> None:
-    transformed = jagg_fx.transform(_replay(body, make()), lowering="eager")
+    transformed = jagg_fx.transform(_replay(body, make()), lowering="eager", capture="whole")
     with pytest.raises(kind) as error:
         transformed(*path(torch.float32))
     assert type(error.value) is kind
@@ -214,9 +214,12 @@ def test_refused(body: Body, make: Callable[[], nn.Module], kind: type[errors.Ja
         (time_per_element, PerElement, errors.TimeArgumentError),
     ],
 )
-def test_the_reference_refuses_too(body: Body, make: Callable[[], nn.Module], kind: type[errors.JaggError]) -> None:
+@pytest.mark.parametrize("options", [{"lowering": "reference"}, {"lowering": "eager", "capture": "denoiser"}], ids=str)
+def test_refused_without_whole_capture(
+    body: Body, make: Callable[[], nn.Module], kind: type[errors.JaggError], options: dict[str, Any]
+) -> None:
     with pytest.raises(kind):
-        jagg_fx.transform(_replay(body, make()), lowering="reference")(*path(torch.float32))
+        jagg_fx.transform(_replay(body, make()), cos_threshold=None, **options)(*path(torch.float32))
 
 
 def test_dropout_in_eval_mode_or_of_probability_zero_is_no_dropout() -> None:

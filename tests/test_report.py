@@ -10,7 +10,7 @@ def test_it_claims_nothing_before_the_first_backward_graph() -> None:
     transformed = jagg_fx.transform(problem.fn, lowering="eager")
     for _ in range(2):
         report = transformed.report.to_dict()
-        asked = {"weights", "degree", "cos_threshold", "jagg_frac", "debias", "chain", "lowering"}
+        asked = {"weights", "degree", "cos_threshold", "jagg_frac", "debias", "chain", "lowering", "capture"}
         assert set(report) == {"function", "denoisers", "torch", "rewritten_graphs", "notes"} | asked
         assert report["rewritten_graphs"] == 0
         assert "nothing rewritten yet" in str(transformed.report)
@@ -33,6 +33,7 @@ def test_it_says_what_was_rewritten() -> None:
         "jagg_frac": None,
         "debias": None,
         "lowering": "eager",
+        "capture": "whole",
         "torch": torch.__version__,
         "rewritten_graphs": 1,
         "steps": 9,

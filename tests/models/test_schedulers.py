@@ -65,7 +65,31 @@ def test_what_cannot_be_traced_names_the_line_and_the_fix(make: Any, prepare: An
     with pytest.raises(
         SchedulerError, match=rf"(?s)Where: .*test_schedulers\.py:\d+:.*Inside: .*{line}.*restart\(scheduler\)"
     ):
-        jagg_fx.transform(fn, lowering="eager")(*path(torch.float32))
+        jagg_fx.transform(fn, lowering="eager", capture="whole")(*path(torch.float32))
+
+
+def test_flow_grpos_lookup_by_value_runs_by_the_denoiser() -> None:
+    """The trainer's own step, `index_for_timestep` of every sample: the scheduler's shape that nothing captures."""
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(STEPS + 1)
+
+    def fn(z: Tensor, t: Tensor) -> Tensor:
+        losses = []
+        for i in range(STEPS):
+            times = scheduler.timesteps[i].expand(z.shape[1])
+            v = MODEL(z[i], times / 1000)
+            indices = [scheduler.index_for_timestep(time) for time in times]
+            now, later = scheduler.sigmas[indices], scheduler.sigmas[[n + 1 for n in indices]]
+            losses.append((z[i + 1] - z[i] - (later - now)[:, None] * v).square().mean(-1))
+        return torch.stack(losses, 1)
+
+    problem = Problem(MODEL, fn, path(torch.float32), list(MODEL.parameters()))
+    _, want = problem.run(jagg_fx.transform(fn, lowering="reference", cos_threshold=None))
+    fast = jagg_fx.transform(fn, lowering="eager", cos_threshold=None)
+    for _ in range(2):
+        _, got = problem.run(fast)
+        assert relative_error(got, want) < 1e-5
+    assert "index_for_timestep" in fast.report.capture
 
 
 def test_a_scheduler_that_goes_on_counting_is_noticed_by_the_reference() -> None:

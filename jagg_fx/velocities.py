@@ -1,0 +1,76 @@
+"""A rollout's own velocities in place of the forward of intermediate steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jagg_fx import interpolation
+from jagg_fx.errors import OptionError, VelocityMismatchError
+
+
+@dataclass(frozen=True)
+class Velocities:
+    """What the rollout computed, call by call, while the weights were those of the rollout.
+
+    Attributes:
+        values: `[B, *]` of each call with gradients, in the order of the calls.
+        extrapolate: whether the weights may have moved since. Then values are approximations: those of intermediate steps are
+            moved by what changed at the knots that ran before them, `v_i + sum_k w_ik (v_k' - v_k)`.
+        tolerance: largest relative difference, `|v_k' - v_k| / |v_k|`, at a knot; None: by the dtype.
+    """
+
+    values: Sequence[Tensor]
+    extrapolate: bool
+    tolerance: float | None
+
+    @classmethod
+    def create(cls, velocities: Tensor | Sequence[Tensor], extrapolate: bool, tolerance: float | None) -> "Velocities":
+        """From a tensor `[calls, B, *]` or a list."""
+        return cls(list(velocities), extrapolate, tolerance)
+
+    def check_count(self, count: int, call: str) -> None:
+        """Raises `OptionError` unless there is one for each call."""
+        if len(self.values) != count:
+            raise OptionError(
+                f"{call}.reuse(velocities=<{len(self.values)} of them>): {count} calls with gradients follow. Give the rollout's "
+                "velocity of each, in the order of the calls: a list, or a tensor [calls, B, *]."
+            )
+
+    def check(self, n: int, fresh: Tensor, call: str) -> None:
+        """Compare a knot's value with the given one; waits for the device. Raises `VelocityMismatchError`."""
+        given = self.values[n]
+        if given.shape != fresh.shape:
+            raise VelocityMismatchError.shape(call, n, list(given.shape), list(fresh.shape))
+        if self.extrapolate:
+            return
+        wide = interpolation.working_dtype(fresh.dtype)
+        difference = (fresh.to(wide) - given.to(fresh.device, wide)).norm() / given.to(wide).norm().clamp(min=1e-30)
+        limit = self.tolerance if self.tolerance is not None else _tolerance(fresh)
+        if not float(difference) <= limit:
+            raise VelocityMismatchError.value(call, n, float(difference), limit)
+
+    def value(self, n: int, like: Tensor, time: Tensor, knots: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
+        """The value of call `n`.
+
+        Args:
+            like: a value of the denoiser: its dtype and device are taken.
+            time: of the call.
+            knots: number, time and fresh value of the calls that ran before.
+        """
+        given = self.values[n].to(like)
+        if not self.extrapolate:
+            return given
+        weights = interpolation.knot_weights(time[None], torch.stack([t for _, t, _ in knots])).to(like.device)
+        moved = given.to(interpolation.working_dtype(like.dtype))
+        for k, (number, _, fresh) in enumerate(knots):
+            change = (fresh - self.values[number].to(fresh)).to(moved.dtype)
+            moved = moved + interpolation.per_sample(weights[:, k], like.shape)[0] * change
+        return moved.to(like.dtype)
+
+
+def _tolerance(value: Tensor) -> float:
+    """Rounding of the dtype that the denoiser computes in, with room for another batch size or kernel."""
+    low = value.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(value.device.type)
+    return 2e-2 if low else 1e-4
