@@ -329,7 +329,7 @@ def dynamo_errors(function: str, dynamic: bool, denoisers: Sequence[torch.nn.Mod
     except exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, JaggError):
             raise error.inner_exception from None
-        if isinstance(error.inner_exception, AssertionError) and re.search(r"\bz?uf?\d+\b", str(error)):
+        if isinstance(error.inner_exception, (AssertionError, KeyError)) and re.search(r"\bz?uf?\d+\b", str(error)):
             reason = "a number that is read from a tensor (.item()) goes into the graph: read it before the function"
             raise GraphBreakError(function, "unknown", reason) from error
         if "in-place input or buffer mutations" in str(error):

@@ -317,9 +317,10 @@ class NotRepeatableError(JaggError):
     def __init__(self, function: str) -> None:
         super().__init__(
             f"jagg_fx.transform({function}): {function} called the denoiser otherwise when it ran again. The eager reference "
-            "(lowering='reference', and the first call with knots=K) runs it three times and puts back torch's random state "
-            "alone. Draw what is random (the window of steps, a shuffle) outside and pass it in, and bring schedulers back to "
-            "their first step inside: jagg_fx.models.schedulers.restart(scheduler)."
+            "(lowering='reference') runs it three times and puts back torch's random state alone. Draw what is random (the "
+            "window of steps, a shuffle) outside and pass it in, and bring schedulers back to "
+            "their first step inside: jagg_fx.models.schedulers.restart(scheduler). Or write lowering='eager', "
+            "capture='denoiser', which runs it once."
         )
 
 

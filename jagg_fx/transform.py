@@ -78,8 +78,8 @@ def transform(
             every step exact. The last group may be shorter.
         weights: "time" (the default) interpolates by the steps' times, "index" by their position.
         knots: instead of `W`, the indices of the steps that keep their VJP, the first and the last among them; or their
-            number, which are then placed where they are worth most: the first call with gradients runs by the eager
-            reference and measures, and the compiled rewrite starts at the second (see `plan` and `recalibrate`). With a
+            number, which are then placed where they are worth most: the first call with gradients runs
+            uncompiled and measures, and the compiled rewrite starts at the second (see `plan` and `recalibrate`). With a
             default process group, every rank must make the same calls: the second broadcasts rank 0's plan.
         degree: 1 (the default) interpolates linearly between the two nearest knots, 2 quadratically between three.
         plan: instead of `W` and `knots`, a placement of `jagg_fx.plan` or a plan made and saved earlier; or a list of them, one
