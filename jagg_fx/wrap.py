@@ -150,6 +150,7 @@ class Wrapped(nn.Module):
             "_runner": Runner(denoiser, find_time(denoiser, time), call),
             "_recorder": Recorder(),
             "_current": None,
+            "_runs": weakref.WeakSet(),  # trajectories whose graphs are alive
             "_velocities": None,
             "_rewrite": None,
         }
@@ -157,6 +158,7 @@ class Wrapped(nn.Module):
 
     _config: Config
     _current: "_Run | None"
+    _runs: "weakref.WeakSet[_Run]"
     _velocities: Velocities | None
     _rewrite: Rewrite | None
     _runner: Runner
@@ -169,9 +171,7 @@ class Wrapped(nn.Module):
             return self._runner.call(*args, **kwargs)
         if self._current is None or self._current.is_complete:
             self._current = self._begin(args, kwargs)
-        output = self._current.call(args, kwargs)
-        self._rewrite = self._current.rewrite()
-        return output
+        return self._current.call(args, kwargs)
 
     def _is_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return torch.is_grad_enabled() and (
@@ -180,9 +180,12 @@ class Wrapped(nn.Module):
         )
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Run":
-        previous = self._current
-        if previous is not None:
-            previous.check_delivered("a new trajectory begins")
+        self._check_delivered("a new trajectory begins")
+        if self._velocities is not None and self._current is not None and self._current.velocities is self._velocities:
+            raise OptionError(
+                f"{self!r}.reuse(velocities=...): a second trajectory begins in the block. Give each its own velocities, in a "
+                "block of its own."
+            )
         check_call(repr(self), [self.original], args, kwargs)
         self._finish_calibration()
         placement, config = self._config.placement, self._config
@@ -191,12 +194,15 @@ class Wrapped(nn.Module):
             assert isinstance(placement, Calibrated)
             config = replace(config, placement=placement.budget.calibration())
         is_sharded = distributed.is_sharded(self, self.original)
-        return _Run(
+        is_capped = config.guard.jagg_frac is not None and config.guard.jagg_frac < 1
+        plans = [config.plan(self._num_steps, s, self._calls_per_step) for s in range(self._calls_per_step)]
+        self._rewrite = self._describe(plans, args, kwargs)
+        run = _Run(
             repr(self),
             self._runner,
             config,
-            [config.plan(self._num_steps, s, self._calls_per_step) for s in range(self._calls_per_step)],
-            keep_all=self._shuffled or config.rule.degree == 2 or (config.guard.jagg_frac or 1) < 1,
+            plans,
+            keep_all=self._shuffled or config.rule.degree == 2 or is_capped,
             shuffled=self._shuffled,
             together=is_sharded,
             measures=is_calibration,
@@ -204,6 +210,22 @@ class Wrapped(nn.Module):
             velocities=self._velocities,
             recorder=self._recorder,
         )
+        self._runs.add(run)
+        return run
+
+    def _describe(self, plans: Sequence[Plan], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rewrite:
+        arguments = self._runner.time.given(args, kwargs)
+        trained = [parameter for parameter in self.original.parameters() if parameter.requires_grad]
+        return Rewrite(
+            streams=tuple(Stream(0, plan, arguments) for plan in plans),
+            covered=len(trained),
+            covered_elements=sum(parameter.numel() for parameter in trained),
+            calls_without_gradient=0,
+        )
+
+    def _check_delivered(self, event: str) -> None:
+        for run in list(self._runs):
+            run.check_delivered(event)
 
     def _finish_calibration(self) -> None:
         """Place the knots by what the last trajectory measured, if it did."""
@@ -217,9 +239,9 @@ class Wrapped(nn.Module):
             self.__dict__["_config"] = replace(self._config, placement=placement.with_plans(plans))
 
     def reset(self) -> None:
-        """Drop a trajectory that was abandoned in the middle (after an exception, say). Its cotangents are lost."""
-        if self._current is not None:
-            self._current.is_dropped = True
+        """Drop what was abandoned in the middle (after an exception, say). Its cotangents are lost."""
+        for run in list(self._runs):
+            run.is_dropped = True
         self._current = None
 
     @contextmanager
@@ -374,7 +396,7 @@ class _Run:
         self.measures = measures
         self._name, self._runner, self._recorder = name, runner, recorder
         self._keep_all, self._shuffled = keep_all, shuffled
-        self._velocities = velocities
+        self.velocities = velocities
         device = next(runner.denoiser.parameters()).device
         self._anchor = make_anchor(device)
         self._sizes = [
@@ -425,7 +447,7 @@ class _Run:
         return record(step.output, self._anchor, functools.partial(self._arrive, s, i), token)
 
     def _run(self, number: int, s: int, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, Any]:
-        trajectory, sizes, given = self.trajectories[s], self._sizes[s], self._velocities
+        trajectory, sizes, given = self.trajectories[s], self._sizes[s], self.velocities
         is_knot = i in trajectory.plan.knots
         call = sizes.at(i) if sizes is not None and is_knot else None
         if given is not None and not is_knot:
@@ -442,13 +464,13 @@ class _Run:
 
     def _given(self, number: int, s: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """What returns the rollout's velocity in the denoiser's place."""
-        assert self._velocities is not None
+        assert self.velocities is not None
         steps, knots = self.trajectories[s].steps, self.trajectories[s].plan.knots
         streams = len(self.trajectories)
         before = [(k * streams + s, steps[k].time, steps[k].output.values[0]) for k in knots if k < len(steps)]
         like = steps[0].output
         time = self._runner.time.read(args, kwargs)
-        value = self._velocities.value(number, like.values[0], time, before)
+        value = self.velocities.value(number, like.values[0], time, before)
         return lambda *_, **__: like.rebuilt([value])
 
     def _check(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -545,18 +567,6 @@ class _Run:
             (segment.b for segment in plan.segments if segment.b >= pending[0] + (pending[0] in plan.knots)), pending[0]
         )
 
-    def rewrite(self) -> Rewrite:
-        parameters = [parameter for parameter in self._runner.denoiser.parameters() if parameter.requires_grad]
-        return Rewrite(
-            streams=tuple(
-                Stream(0, trajectory.plan, trajectory.steps[0].note.arguments if trajectory.steps else ())
-                for trajectory in self.trajectories
-            ),
-            covered=len(parameters),
-            covered_elements=sum(parameter.numel() for parameter in parameters),
-            calls_without_gradient=0,
-        )
-
     def __del__(self) -> None:
         # Nobody can reach the pending steps any more. Python prints what is raised here, and goes on.
         if hasattr(self, "trajectories") and not self.is_told:
@@ -569,11 +579,11 @@ def _watch_optimizers(wrapped: Wrapped) -> None:
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         module = reference()
-        if module is None or module._current is None or not module._current.pending():
+        if module is None or not any(run.pending() for run in list(module._runs)):
             return
         own = set(map(id, module.parameters()))
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            module._current.check_delivered(f"{type(optimizer).__name__}.step() was called")
+            module._check_delivered(f"{type(optimizer).__name__}.step() was called")
 
     handle = register_optimizer_step_pre_hook(before_step)
     weakref.finalize(wrapped, handle.remove)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -482,6 +483,21 @@ def test_a_new_trajectory_after_one_whose_last_backward_is_missing_is_an_error()
     wrapped.reset()
 
 
+def test_the_forwards_of_two_trajectories_before_their_backwards() -> None:
+    case = loop()
+    want = 2 * case.expected(cos_threshold=None)
+    wrapped = jagg_fx.wrap(case.model, num_steps=STEPS, cos_threshold=None)
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.0)
+    first, second = list(case.losses(wrapped)), list(case.losses(wrapped))
+    first[0].backward()
+    with pytest.raises(jagg_fx.errors.PendingStepsError, match=r"SGD.step.*for 0;"):
+        optimizer.step()
+    per_step(iter(first[1:]))
+    per_step(iter(second))
+    optimizer.step()
+    assert relative_error(case.gradient(), want) < TOLERANCE
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_trajectory_that_is_thrown_away_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     case = loop()
@@ -721,6 +737,8 @@ def test_velocities_of_other_weights_are_an_error_or_are_moved() -> None:
     assert relative_error(old, fresh) > 1e-3
     with pytest.raises(jagg_fx.errors.OptionError, match="<8 of them>"), wrapped.reuse(velocities=old[:8]):
         pass
+    with pytest.raises(jagg_fx.errors.OptionError, match="second trajectory"), wrapped.reuse(velocities=fresh):
+        per_step(itertools.chain(case.losses(wrapped), case.losses(wrapped)))
     wrapped(case.z[0], case.t[0])
     with pytest.raises(jagg_fx.errors.PendingStepsError), wrapped.reuse(velocities=old):
         pass
