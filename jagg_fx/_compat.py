@@ -368,3 +368,8 @@ def _user_lines(stack: Any) -> tuple[str, str]:
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     where, inside = (f"{f[-1].filename}:{f[-1].lineno}: {f[-1].line}" if f else "unknown" for f in (own, frames))
     return where, inside
+
+
+def active_ddp() -> Any:
+    """The DistributedDataParallel module whose forward is running, or None."""
+    return _probe("torch.nn.parallel", "DistributedDataParallel")._get_active_ddp_module()

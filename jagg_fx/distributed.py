@@ -1,9 +1,15 @@
 """Several processes must agree on where the knots are: their gradients are averaged."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from jagg_fx._compat import active_ddp
+from jagg_fx.errors import WrapperError
 
 T = TypeVar("T")
 
@@ -36,3 +42,27 @@ def smallest(numbers: Tensor) -> Tensor:
     agreed = numbers.float()
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     return agreed.to(numbers.dtype)
+
+
+@contextmanager
+def without_buffer_broadcast(module: nn.Module) -> Iterator[None]:
+    """Run the block without DDP's broadcast of buffers: for a call of the module that other ranks may not make."""
+    broadcasting = [m for m in module.modules() if isinstance(m, DistributedDataParallel) and m.broadcast_buffers]
+    for ddp in broadcasting:
+        ddp.broadcast_buffers = False
+    try:
+        yield
+    finally:
+        for ddp in broadcasting:
+            ddp.broadcast_buffers = True
+
+
+def check_wrapper(call: str, wrapped: nn.Module, arguments: Iterable[Tensor]) -> None:
+    """Raise `WrapperError` where what was put around `wrapped` cannot work with a backward per group of steps."""
+    from torch.distributed.fsdp import FSDPModule
+
+    ddp = active_ddp()
+    if ddp is not None and ddp.module is wrapped and ddp.static_graph:
+        raise WrapperError.static_graph(call)
+    if isinstance(wrapped, FSDPModule) and any(argument.requires_grad for argument in arguments):
+        raise WrapperError.trained_argument(call)

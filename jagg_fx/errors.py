@@ -470,3 +470,22 @@ class LostStepsError(JaggError):
             f"{function} returned, so that their gradients would be lost. Return every tensor that the loss is made of (tensors, "
             "tuples, lists, dicts, dataclasses), rather than leave it in an attribute or a list outside."
         )
+
+
+class WrapperError(JaggError):
+    """What was put around a wrapped denoiser cannot work with a backward per group of steps."""
+
+    @classmethod
+    def static_graph(cls, call: str) -> "WrapperError":
+        return cls(
+            f"DistributedDataParallel({call}, static_graph=True): the backwards of intermediate steps reach no parameter, DDP "
+            "takes that for all backwards, and would not average gradients. Leave static_graph out, or put wrap outside: "
+            "jagg_fx.wrap(DistributedDataParallel(denoiser, static_graph=True), ...)."
+        )
+
+    @classmethod
+    def trained_argument(cls, call: str) -> "WrapperError":
+        return cls(
+            f"fully_shard({call}), called with an argument that needs gradients: FSDP would free the root's parameters after the "
+            "backward of a group's first knot. Put wrap outside: jagg_fx.wrap(fully_shard(denoiser), ...)."
+        )

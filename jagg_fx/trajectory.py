@@ -27,6 +27,7 @@ from jagg_fx.budget import Measurements
 from jagg_fx.config import Config
 from jagg_fx.decision import Decision, decide
 from jagg_fx.denoiser import TimeArgument
+from jagg_fx.distributed import without_buffer_broadcast
 from jagg_fx.errors import ArgumentChangedError, DropoutError, MissingCotangentError, NotARegionError
 from jagg_fx.jacobian_sizes import JacobianSizes
 from jagg_fx.plan import Plan
@@ -162,7 +163,7 @@ class Runner:
         if [version(tensor) for tensor in given] != step.versions:
             raise ArgumentChangedError(self.time.denoiser, step.note.arguments)
         torch.clear_autocast_cache()  # casts that steps shared would sum their gradients in half precision
-        with step.surroundings.restored(self.denoiser):
+        with step.surroundings.restored(self.denoiser), without_buffer_broadcast(self.denoiser):
             step.graph = Output.of(self._run(call or self._again, step.args, step.kwargs, True), "").values
         torch.clear_autocast_cache()
 

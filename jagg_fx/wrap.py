@@ -138,7 +138,11 @@ class Wrapped(nn.Module):
         self.__dict__["original"] = denoiser
         super().__init__()
         # The same parameters, buffers and children under the same names: state_dict, DDP and fully_shard see the denoiser's own.
-        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        # The hooks of state_dict are shared too: it is the denoiser's that runs, and `fully_shard` shards in them.
+        tensors = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+        saving = ("_state_dict_hooks", "_state_dict_pre_hooks")
+        loading = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+        for shared in (*tensors, *saving, *loading):
             self.__dict__[shared] = denoiser.__dict__[shared]
         call = torch.compile(denoiser) if config.lowering == "inductor" else denoiser
         self.__dict__ |= {
@@ -196,6 +200,8 @@ class Wrapped(nn.Module):
         is_sharded = distributed.is_sharded(self, self.original)
         is_capped = config.guard.jagg_frac is not None and config.guard.jagg_frac < 1
         plans = [config.plan(self._num_steps, s, self._calls_per_step) for s in range(self._calls_per_step)]
+        if any(plan.segments for plan in plans):
+            distributed.check_wrapper(repr(self), self, tensors_in([list(args), kwargs]))
         self._rewrite = self._describe(plans, args, kwargs)
         run = _Run(
             repr(self),
