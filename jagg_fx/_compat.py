@@ -239,7 +239,10 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def make_older(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Let autograd run the node that made `tensor` after all that are younger than the one that made `other`."""
+    """Let autograd run the node that made `tensor` after all that are younger than the one that made `other`.
+
+    Autograd numbers nodes thread by thread, and has a queue for each device: this holds for nodes of one thread and device.
+    """
     node: Any = tensor.grad_fn
     origin: Any = other.grad_fn
     node._set_sequence_nr(origin._sequence_nr())
@@ -249,6 +252,20 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call when the backward that is running has run all of its nodes; what is raised there comes out of it."""
     engine: Any = _probe("torch.autograd.variable", "Variable")._execution_engine
     engine.queue_callback(call)
+
+
+def share_contents(of: torch.nn.Module, to: torch.nn.Module) -> None:
+    """Let one module hold the parameters, buffers and children of another, under their own names: DDP and `fully_shard` see them.
+
+    The hooks of state_dict are shared too: `fully_shard` shards in them.
+    """
+    tensors = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+    saving = ("_state_dict_hooks", "_state_dict_pre_hooks")
+    loading = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    for name in (*tensors, *saving, *loading):
+        if name not in of.__dict__:
+            raise UnsupportedTorchError(f"nn.Module.{name}", torch.__version__)
+        to.__dict__[name] = of.__dict__[name]
 
 
 def sets_grad_mode(node: fx.Node) -> bool:

@@ -120,6 +120,21 @@ class Config:
             return self.placement.for_stream(stream, streams).place(num_steps, self.rule)
         return self.placement.place(num_steps, self.rule)
 
+    def plans(self, lengths: Sequence[int]) -> list[Plan]:
+        """A plan for each stream of so many steps. Raises `PlanError` if there is none."""
+        return [self.plan(num_steps, stream, len(lengths)) for stream, num_steps in enumerate(lengths)]
+
+    def with_memory(self) -> "Config":
+        """The same, but that it can remember the knots that a measurement places."""
+        if isinstance(self.placement, Budget) and self.placement.schedule is None:
+            return dataclasses.replace(self, placement=Calibrated(self.placement))
+        return self
+
+    def calibration(self) -> "Config":
+        """The configuration of a run that measures, where knots are placed by measurements."""
+        assert isinstance(self.placement, Calibrated)
+        return dataclasses.replace(self, placement=self.placement.budget.calibration())
+
     def cache_key(self) -> str:
         """Everything here that changes the rewritten graph. Inductor's options are in Inductor's own key."""
         return repr((self.placement, self.rule, self.guard, self.debias, self.lowering, self.chain))

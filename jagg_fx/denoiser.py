@@ -56,8 +56,9 @@ class TimeArgument:
         return tuple(sorted(names + [name for name, value in kwargs.items() if value is not None]))
 
     def state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call's state: a tensor, usually."""
-        return self._get(self.positional[0], args, kwargs)
+        """The call's state: a tensor, usually. None where the call leaves it out."""
+        name = self.positional[0]
+        return self._get(name, args, kwargs) if self._has(name, args, kwargs) else None
 
     def replace_state(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> Arguments:
         """The call's arguments with another state."""

@@ -14,10 +14,17 @@ from torch import Tensor, nn
 
 from jagg_fx import distributed, streams
 from jagg_fx._compat import at_end_of_backward, backward_id
-from jagg_fx.adapters import active, adapted_layers
+from jagg_fx.adapters import active
 from jagg_fx.config import Chain, Config
 from jagg_fx.denoiser import TimeArgument
-from jagg_fx.errors import AdapterError, ChainedStatesError, LostStepsError, MissingCotangentError, NoStepsError
+from jagg_fx.errors import (
+    AdapterError,
+    ChainedStatesError,
+    LostStepsError,
+    MissingCotangentError,
+    NoStepsError,
+    NotCalibratedError,
+)
 from jagg_fx.jacobian_sizes import JacobianSizes
 from jagg_fx.region import replaced_forward
 from jagg_fx.report import Rewrite, Stream
@@ -46,7 +53,7 @@ class DenoiserCapture:
     ) -> None:
         self._function = function
         self._runners = [
-            Runner(denoiser, time, compiled(denoiser.forward), index, through=_through_hooks(denoiser))
+            Runner(denoiser, time, compiled(denoiser.forward), index, through=_again(denoiser))
             for index, (denoiser, time) in enumerate(denoisers)
         ]
         self._own = [denoiser.forward for denoiser, _ in denoisers]
@@ -60,18 +67,16 @@ class DenoiserCapture:
         config: Config,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        measures: bool = False,
         velocities: Velocities | None = None,
     ) -> tuple[Any, Rewrite | None, list[Trajectory]]:
         """Call `fn(*args, **kwargs)` with interpolated VJPs.
 
         Args:
-            measures: measure the Jacobians at the knots too.
+            config: where its knots are still to be placed, this run measures (uncompiled, with even knots).
             velocities: of the rollout, in place of intermediate forwards.
 
         Returns:
-            Its outputs, a record (None without gradients), and the trajectories, one for each stream.
+            Its outputs, a record (None without gradients, or where it measures), and the streams that its backward measures.
 
         Raises:
             NoStepsError: no call of a denoiser reaches the outputs with a gradient.
@@ -88,21 +93,34 @@ class DenoiserCapture:
             outputs = fn(*args, **kwargs)
         if not run.steps and not torch.is_grad_enabled():
             return outputs, None, []
-        outputs, rewrite = run.finish(outputs, measures)
-        return outputs, rewrite, run.trajectories
+        outputs, rewrite, measures = run.finish(outputs)
+        return outputs, None if measures else rewrite, run.trajectories if measures else []
 
     def sizes(self, index: int) -> JacobianSizes:
-        denoiser, own = self._runners[index].denoiser, self._own[index]
+        denoiser, forward = self._runners[index].denoiser, _Forward(self._runners[index].denoiser, self._own[index])
 
         def with_parameters(parameters: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with replaced_forward(denoiser, own):
-                return torch.func.functional_call(denoiser, parameters, args, kwargs)
+            named = {f"denoiser.{name}": parameter for name, parameter in parameters.items()}
+            return torch.func.functional_call(forward, named, args, kwargs)
 
         return JacobianSizes(denoiser, with_parameters)
 
 
-def _through_hooks(denoiser: nn.Module) -> Callable[..., Any]:
-    """Run a denoiser's forward as its own call does: FSDP gathers parameters in hooks around it."""
+class _Forward(nn.Module):
+    """A denoiser's forward without its hooks, whose part the function's own call has played already."""
+
+    def __init__(self, denoiser: nn.Module, own: Callable[..., Any]) -> None:
+        super().__init__()
+        self.denoiser, self.own = denoiser, own
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own(*args, **kwargs)
+
+
+def _again(denoiser: nn.Module) -> Callable[..., Any] | None:
+    """How a denoiser's forward is run another time. Its hooks have played their part; FSDP gathers parameters in them."""
+    if not distributed.gathers_in_hooks(denoiser):
+        return None
 
     def through(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with replaced_forward(denoiser, forward):
@@ -120,7 +138,9 @@ class _Run:
         self._places: dict[int, tuple[Trajectory, int]] = {}  # of the calls that are steps
         self._capture, self._config, self._velocities = capture, config, velocities
         self._anchor: Tensor | None = None
-        self._adapters = [active(adapted_layers(runner.denoiser)) for runner in capture._runners]
+        for runner in capture._runners:
+            runner.look()
+        self._adapters = [active(runner.layers) for runner in capture._runners]
         self._without_gradients = 0
         self._backward = -1
 
@@ -132,8 +152,10 @@ class _Run:
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in [*trained, *inputs]):
             self._without_gradients += 1
             return runner.call(*args, **kwargs)
-        if active(adapted_layers(runner.denoiser)) != self._adapters[runner.index]:
+        if active(runner.layers) != self._adapters[runner.index]:
             raise AdapterError.trained(runner.time.denoiser)
+        if runner.time.read(args, kwargs).requires_grad:
+            raise ChainedStatesError(len(self.steps), "time", chained=False)
         state = tensors_in(runner.time.state(args, kwargs)) if runner.time.positional else []
         is_cut = self._config.chain is Chain.STOP and bool(records_below(state))
         if is_cut:
@@ -164,8 +186,8 @@ class _Run:
         value = self._velocities.value(n, like.values[0], runner.time.read(args, kwargs), before)
         return lambda *_, **__: like.rebuilt([value])
 
-    def finish(self, outputs: Any, measures: bool) -> tuple[Any, Rewrite]:
-        """Decide, run again what must be, and let the outputs lead to the knots."""
+    def finish(self, outputs: Any) -> tuple[Any, Rewrite, bool]:
+        """Decide, run again what must be, and let the outputs lead to the knots. Also whether this run measures."""
         capture, config = self._capture, self._config
         reached = records_below(tensors_in(outputs))
         slots = {n: reached[note] for n, note in self._notes(reached)}
@@ -180,13 +202,19 @@ class _Run:
             self._velocities.check_count(len(self.steps), call)
         numbers = sorted(slots)
         grouped = streams.group_run([self.steps[n] for n in numbers])
+        lengths = [len(stream) for stream in grouped]
+        try:
+            plans, measures = config.plans(lengths), False
+        except NotCalibratedError:
+            config, measures = config.calibration(), True
+            plans = config.plans(lengths)
         together = distributed.is_sharded(*(runner.denoiser for runner in capture._runners))
         foreseen = dict.fromkeys(range(len(self.steps)), (-1, False))
         tokens = []
         assert self._anchor is not None
         for s, stream in enumerate(grouped):
             own = [numbers[n] for n in stream]
-            plan = config.plan(len(own), s, len(grouped))
+            plan = plans[s]
             runner = capture._runners[self.steps[own[0]].note.denoiser]
             sizes = capture.sizes(runner.index) if measures and not together else None
             trajectory = Trajectory(plan, config, runner, self._anchor, together, sizes)
@@ -199,17 +227,20 @@ class _Run:
                 elif self.steps[n].graph is None or measures:
                     trajectory.run_again(i)
                 if i in plan.knots and self._velocities is not None:
+                    self._velocities.check_values(self.steps[n].output.values, call)
                     self._velocities.check(n, trajectory.fresh(i), call)
             if plan.segments:
                 trajectory.decide(plan, sorted(set.intersection(*(slots[n] for n in own))))
-            tokens.append(trajectory.flush([*plan.knots, *trajectory.exact(plan)], needs_all=False))
+            tokens.append(
+                trajectory.flush([*plan.knots, *trajectory.exact(plan)], needs_all=False, before=self._begin_backward)
+            )
             self.trajectories.append(trajectory)
         for n, step in enumerate(self.steps):
             if n not in slots:
                 step.graph = None
         capture.foreseen = list(foreseen.values())
         outputs = map_tensors(outputs, lambda output: tie(output, tokens) if output.grad_fn is not None else output)
-        return outputs, self._rewrite(len(self.steps) - len(slots))
+        return outputs, self._rewrite(len(self.steps) - len(slots)), measures
 
     def _notes(self, reached: dict[Any, set[int]]) -> list[tuple[int, Any]]:
         return [(note.args[0], note) for note in reached if note.func == self._arrive_cotangents]
@@ -232,7 +263,7 @@ class _Run:
             calls_without_gradient=self._without_gradients + unused,
         )
 
-    def _arrive_cotangents(self, n: int, cotangents: Sequence[Tensor | None]) -> None:
+    def _begin_backward(self) -> None:
         if self._backward != backward_id():  # an earlier one may have stopped halfway
             self._backward = backward_id()
             for step in self.steps:
@@ -240,10 +271,13 @@ class _Run:
             for trajectory in self.trajectories:
                 trajectory.forget_deliveries()
             at_end_of_backward(self._check_deliveries)
+
+    def _arrive_cotangents(self, n: int, cotangents: Sequence[Tensor | None]) -> None:
+        self._begin_backward()
         if n in self._places:
             trajectory, i = self._places[n]
             if trajectory.is_delivered(i):
-                raise MissingCotangentError(type(self._capture._runners[0].denoiser).__name__, [i], i)
+                raise MissingCotangentError.late(self._capture._function, i)
         self.steps[n].add(cotangents)
 
     def _check_deliveries(self) -> None:
@@ -251,5 +285,5 @@ class _Run:
         if not all(n in self._places and self._places[n][0].is_delivered(self._places[n][1]) for n in arrived):
             raise LostStepsError(self._capture._function)
         packed = [trajectory.packed() for trajectory in self.trajectories if trajectory.plan.segments]
-        if packed:
+        if arrived and packed:
             self._capture._on_statistics(tuple(trajectory.plan for trajectory in self.trajectories), torch.cat(packed))

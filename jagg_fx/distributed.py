@@ -59,6 +59,8 @@ def without_buffer_broadcast(module: nn.Module) -> Iterator[None]:
 
 def check_wrapper(call: str, wrapped: nn.Module, arguments: Iterable[Tensor]) -> None:
     """Raise `WrapperError` where what was put around `wrapped` cannot work with a backward per group of steps."""
+    if not dist.is_available():
+        return
     from torch.distributed.fsdp import FSDPModule
 
     ddp = active_ddp()
@@ -66,3 +68,12 @@ def check_wrapper(call: str, wrapped: nn.Module, arguments: Iterable[Tensor]) ->
         raise WrapperError.static_graph(call)
     if isinstance(wrapped, FSDPModule) and any(argument.requires_grad for argument in arguments):
         raise WrapperError.trained_argument(call)
+
+
+def gathers_in_hooks(module: nn.Module) -> bool:
+    """Whether FSDP gathers the module's own parameters in hooks around its forward."""
+    if not dist.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)

@@ -399,6 +399,17 @@ class MissingCotangentError(JaggError):
             "visit other steps: use backward(). After this, wrapped.reset() drops the trajectory."
         )
 
+    @classmethod
+    def late(cls, function: str, step: int) -> "MissingCotangentError":
+        error = cls.__new__(cls)
+        JaggError.__init__(
+            error,
+            f"jagg_fx.transform({function}, capture='denoiser'): the cotangent of call {step} came after the knots' backward. "
+            "Part of the loss was computed in another thread or on another device than the denoiser's calls. Compute it where "
+            "they run.",
+        )
+        return error
+
 
 class SecondBackwardError(JaggError):
     """A step's cotangent came after it had been handed on."""

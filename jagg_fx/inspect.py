@@ -1,60 +1,47 @@
-"""A joint graph at the level of steps: a line per call of the denoiser, not thousands of operators."""
+"""Read a joint graph at the level of steps: a node per call of the denoiser, not thousands of operators."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
 from jagg_fx._compat import cond, invoke_subgraph
+from jagg_fx.graphs import Kind, StepGraph, StepNode
 from jagg_fx.passes.find_steps import Step
 
 
-def step_lines(graph: fx.Graph, streams: Sequence[Sequence[Step]]) -> list[str]:
-    """One line per call of a step's forward or backward and per branch, in the order of the graph, before or after."""
+def step_graph(graph: fx.Graph, streams: Sequence[Sequence[Step]]) -> StepGraph:
+    """The calls of the steps' forwards and backwards and the branches, in the order of the graph, before or after."""
     forwards = {step.forward: step for steps in streams for step in steps}
     backwards = {step.backward: step for steps in streams for step in steps}
-    several = len(streams) > 1
-    lines = []
+    nodes = []
     for node in graph.nodes:
-        if node.target is cond and "segment" in _origin(node):
-            lines.append(_stream(several, _origin(node)["stream"]) + _branch(node))
+        origin = _origin(node)
+        if node.target is cond and "segment" in origin:
+            a, b = origin["segment"]
+            is_drawn = node.name.startswith("correction")
+            nodes.append(StepNode(Kind.BRANCH, origin["stream"], a, routes=tuple(range(a + 1, b)), is_drawn=is_drawn))
         if node.target is not invoke_subgraph:
             continue
         if node in backwards:
             step = backwards[node]
-            of = _stream(several, step.stream)
-            lines.append(f"{of}backward {step.index:2}  takes {', '.join(map(_cotangent, step.cotangents))}")
+            carried = {i for cotangent in step.cotangents for i in _origin(cotangent).get("from", ())}
+            nodes.append(StepNode(Kind.BACKWARD, step.stream, step.index, carries=tuple(sorted(carried))))
             continue
-        origin = _origin(node)
-        forward = (
-            streams[origin["stream"]][origin["step"]] if origin.get("pass") == "drop_saved" else forwards.get(node)
-        )
+        is_new = origin.get("pass") == "drop_saved"
+        forward = streams[origin["stream"]][origin["step"]] if is_new else forwards.get(node)
         if forward is not None:
             saved = max(0, len(node.meta["val"]) - len(forward.cotangent_positions))
-            of = _stream(several, forward.stream)
-            lines.append(
-                f"{of}forward  {forward.index:2}  returns the value, saves {f'{saved} tensors' if saved else 'nothing'}"
-            )
-    return lines
+            nodes.append(StepNode(Kind.FORWARD, forward.stream, forward.index, saves=saved))
+    return StepGraph(tuple(nodes))
 
 
-def _stream(several: bool, stream: int) -> str:
-    return f"stream {stream}  " if several else ""
-
-
-def _branch(node: fx.Node) -> str:
-    a, b = _origin(node)["segment"]
-    steps = ", ".join(map(str, range(a + 1, b)))
-    if node.name.startswith("correction"):
-        return f"cond         one of steps {steps} exactly, if it is drawn"
-    return f"cond         steps {steps} exactly, if their velocities are not interpolated well enough"
-
-
-def _cotangent(node: fx.Node) -> str:
-    origin = _origin(node)
-    if "from" not in origin:
-        return "its own cotangent"
-    return f"its own cotangent + those of steps {', '.join(map(str, origin['from']))} by their weights in time"
+def readable(gm: fx.GraphModule) -> Callable[[], str]:
+    """What prints the graph as it is now, and takes the time for it only when it is called."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(gm.graph, {}))
+    frozen = fx.GraphModule(gm, copy)
+    return lambda: str(frozen.print_readable(print_output=False, include_stride=False))
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from jagg_fx.plan import Calibration, Plan
 from jagg_fx.region import CallNote, replaced_forward
 from jagg_fx.report import Rewrite, Stream
 from jagg_fx.statistics import Plans, pack
-from jagg_fx.structure import Output, detached, tensors_in
+from jagg_fx.structure import Output, detached, leaves_below, tensors_in
 from jagg_fx.surroundings import random_state
 
 Denoisers = Sequence[tuple[nn.Module, TimeArgument]]
@@ -103,7 +103,7 @@ def run(
     function = describe_function(fn)
     with _random_state_kept():
         calls, recorded = _record(fn, denoisers, config.chain, args, kwargs)
-    needed = _leaves_below(recorded)
+    needed = leaves_below(recorded)
     steps = [call for call in calls if call.is_step and any(id(leaf) in needed for leaf in call.values)]
     if not steps:
         count = sum(call.is_step for call in calls)
@@ -238,10 +238,12 @@ def _record(
         if is_step and active(adapted_layers(forward.denoiser)) != adapters[forward.index]:
             raise AdapterError.trained(forward.time.denoiser)
         step_time = forward.time.read(args, kwargs)  # raises if it is missing
-        is_cut = is_step and chain is Chain.STOP and bool(known & _leaves_below(forward.time.state(args, kwargs)))
+        if is_step and step_time.requires_grad:
+            raise ChainedStatesError(sum(call.is_step for call in calls), "time", chained=False)
+        is_cut = is_step and chain is Chain.STOP and bool(known & leaves_below(forward.time.state(args, kwargs)))
         if is_cut:
             args, kwargs = _cut(forward, args, kwargs)
-        if is_step and known & _leaves_below((args, kwargs)):
+        if is_step and known & leaves_below((args, kwargs)):
             raise ChainedStatesError(sum(call.is_step for call in calls), "argument", chained=True)
         state = random_state()
         versions = {name: version(buffer) for name, buffer in forward.denoiser.named_buffers()}
@@ -436,26 +438,3 @@ class _StreamRun:
         self._measuring.cotangent_arrives()
         self.squares[slot, index] = interpolation.squared_norms(cotangent[None])[0]
         self._measuring.cotangent_arrived()
-
-
-def _leaves_below(outputs: Any) -> set[int]:
-    """Identities of the leaf tensors that `outputs` depend on with a gradient."""
-    pending, leaves, seen = [outputs], set(), set()
-    while pending:
-        item = pending.pop()
-        if isinstance(item, Tensor):
-            if item.requires_grad and item.grad_fn is None:
-                leaves.add(id(item))
-            item = item.grad_fn
-        if isinstance(item, (list, tuple, set)):
-            pending += item
-        elif isinstance(item, dict):
-            pending += item.values()
-        elif hasattr(item, "next_functions") and item not in seen:
-            seen.add(item)
-            if hasattr(item, "variable"):
-                leaves.add(id(item.variable))
-            pending += [parent for parent, _ in item.next_functions]
-        elif hasattr(item, "__dataclass_fields__"):
-            pending += vars(item).values()
-    return leaves

@@ -1,13 +1,14 @@
 """What was found, what was rewritten, what was left exact and why."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tabulate import tabulate
 
 from jagg_fx.config import Config
+from jagg_fx.graphs import GraphView, StepGraph
 from jagg_fx.plan import Plan
 
 
@@ -37,12 +38,16 @@ class Rewrite:
         covered: tensors (parameters, mostly) whose gradients are summed over the steps.
         covered_elements: their elements in total.
         calls_without_gradient: calls of the denoiser on which no output depends with a gradient.
+        stages: the graph at the level of steps, before, after each pass, and after; see `jagg_fx.graphs`.
+        code: makes readable code of the graphs, by name.
     """
 
     streams: tuple[Stream, ...]
     covered: int
     covered_elements: int
     calls_without_gradient: int
+    stages: dict[str, StepGraph] = field(default_factory=dict, compare=False, repr=False)
+    code: dict[str, Callable[[], str]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -160,7 +165,26 @@ class Report:
         details = "; ".join(f"{name} {text}" for name, text in self._plan_rows(stream))
         return f"stream {s}", f"denoiser {stream.denoiser}, {self.denoisers[stream.denoiser]}: {details}"
 
-    def __str__(self) -> str:
+    def graphs_of(self, rewrites: Sequence[Rewrite]) -> tuple[GraphView, ...]:
+        """A view of each rewritten graph; where the rewrite happened in autograd, of what its plan makes of the steps."""
+        guarded, drawn = self.config.guard.is_active, self.config.debias is not None
+        return tuple(
+            GraphView(
+                function=self.function,
+                denoisers=tuple(self.denoisers[stream.denoiser] for stream in rewrite.streams),
+                plans=rewrite.plans,
+                stages=rewrite.stages
+                or {
+                    "before": StepGraph.exact(rewrite.plans),
+                    "after": StepGraph.rewritten(rewrite.plans, guarded, drawn),
+                },
+                code=rewrite.code,
+            )
+            for rewrite in rewrites
+        )
+
+    def rows(self) -> list[tuple[str, object]]:
+        """Lines of the table: what, and the answer."""
         names = ", ".join(self.denoisers) or "not called yet"
         rows: list[tuple[str, object]] = [("function", self.function), ("denoiser", names)]
         if self.rewrite is None:
@@ -186,5 +210,8 @@ class Report:
         rows += [("lowering", self.config.lowering.value), ("torch", torch.__version__)]
         if self.notes:
             rows.append(("notes", "\n".join(self.notes)))
-        table: str = tabulate(rows, headers=["jagg_fx", "report"], tablefmt="simple", disable_numparse=True)
+        return rows
+
+    def __str__(self) -> str:
+        table: str = tabulate(self.rows(), headers=["jagg_fx", "report"], tablefmt="simple", disable_numparse=True)
         return table

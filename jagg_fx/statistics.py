@@ -54,12 +54,14 @@ class Numbers:
         exact_segments: number of segments whose steps got their exact VJPs.
         scores: score of each segment: the least agreement (cosine) of a step's velocity with its interpolation.
         cotangent_norms: `|g_i|` of every step, stream after stream (those with segments).
+        kept: whether each segment was interpolated (the share of backwards, in means).
     """
 
     jagg_frac: float
     exact_segments: float
     scores: dict[Segment, float]
     cotangent_norms: tuple[float, ...]
+    kept: dict[Segment, float]
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def _unpack(plans: Plans, packed: Tensor) -> Numbers:
         exact_segments=len(kept) - math.fsum(kept.values()),
         scores=scores,
         cotangent_norms=tuple(norms),
+        kept=kept,
     )
 
 

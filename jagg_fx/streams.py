@@ -4,6 +4,7 @@ A loop that calls the denoiser once per step is one stream. Classifier-free guid
 experts that share the steps between them (Wan 2.2): a Jacobian tells nothing about that of another prompt or of other weights.
 """
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -138,9 +139,6 @@ def group_run(steps: Sequence[RanCall]) -> list[list[int]]:
         first = stream[0]
         for index, n in enumerate(stream):
             check_alike(index, steps[n], steps[first])
-            for place, operand in enumerate(steps[n].operands):
-                if operand.requires_grad and keys[n].operands[place] != keys[first].operands[place]:
-                    raise ChainedStatesError(index, f"{operand.dtype}{list(operand.shape)}", chained=False)
     return grouped
 
 
@@ -151,6 +149,42 @@ def check_alike(index: int, step: RanCall, first: RanCall) -> None:
     kind, expected = repr(step.kind), repr(first.kind)
     if kind != expected:
         raise StepMismatchError.shapes(index, [f"{kind} where step 0 has {expected}"])
+    for operand, same in zip(step.operands, first.operands, strict=True):
+        if (operand.requires_grad or same.requires_grad) and not _same_expression(operand, same):
+            raise ChainedStatesError(index, f"{operand.dtype}{list(operand.shape)}", chained=False)
+
+
+def _same_expression(a: Tensor, b: Tensor) -> bool:
+    """Whether two trained operands are equal, and computed by the same operators from the same tensors.
+
+    Equal elements do not suffice: at its zero initialisation a ControlNet gives every step the same residual.
+    """
+    if a is b:
+        return True
+    if not torch.equal(a, b):
+        return False
+    pending = [(a.grad_fn, b.grad_fn)]
+    while pending:
+        m, n = pending.pop()
+        if m is n:
+            continue
+        if m is None or n is None or m.name() != n.name() or len(m.next_functions) != len(n.next_functions):
+            return False
+        if getattr(m, "variable", None) is not getattr(n, "variable", None):
+            return False
+        with contextlib.suppress(RuntimeError):  # freed by an earlier backward
+            if not all(_same(getattr(m, name), getattr(n, name)) for name in dir(m) if name.startswith("_saved_")):
+                return False
+        pending += [(x, y) for (x, _), (y, _) in zip(m.next_functions, n.next_functions, strict=True)]
+    return True
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or (a.shape == b.shape and torch.equal(a, b))
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
 
 
 def kind_of(value: Any, time: Tensor) -> Any:

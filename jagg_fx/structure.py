@@ -5,6 +5,7 @@ A region of the graph returns a flat tuple of tensors; users get back what their
 to what it understands.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -66,8 +67,10 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        changed = {key: map_tensors(item, change) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
+        changed = copy.copy(value)
+        for key, item in value.items():
+            changed[key] = map_tensors(item, change)
+        return changed
     if isinstance(value, (tuple, list)):
         items = [map_tensors(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -126,3 +129,26 @@ class Output:
 
     def with_values(self, values: Sequence[Tensor]) -> "Output":
         return dataclasses.replace(self, values=list(values))
+
+
+def leaves_below(outputs: Any) -> set[int]:
+    """Identities of the leaf tensors that `outputs` depend on with a gradient."""
+    pending, leaves, seen = [outputs], set(), set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            if item.requires_grad and item.grad_fn is None:
+                leaves.add(id(item))
+            item = item.grad_fn
+        if isinstance(item, (list, tuple, set)):
+            pending += item
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif hasattr(item, "next_functions") and item not in seen:
+            seen.add(item)
+            if hasattr(item, "variable"):
+                leaves.add(id(item.variable))
+            pending += [parent for parent, _ in item.next_functions]
+        elif hasattr(item, "__dataclass_fields__"):
+            pending += vars(item).values()
+    return leaves

@@ -1,14 +1,14 @@
 """What decides, beside its arguments, what a call of the denoiser computes: so that a call can be run again later."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jagg_fx.adapters import STATE, active, adapted_layers
+from jagg_fx.adapters import STATE, active
 
 
 @dataclass(frozen=True)
@@ -28,33 +28,34 @@ class Surroundings:
     random: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, denoiser: nn.Module) -> "Surroundings":
-        kinds = sorted({"cpu", *(parameter.device.type for parameter in denoiser.parameters())} - {"meta"})
+    def of(cls, modules: Sequence[nn.Module], layers: Sequence[Any], device: torch.device) -> "Surroundings":
+        """The present ones of a denoiser's modules, and of those among them that hold adapters."""
+        kinds = sorted({"cpu", device.type} - {"meta"})
         return cls(
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
-            active(adapted_layers(denoiser)),
-            [module.training for module in denoiser.modules()],
+            active(layers),
+            [module.training for module in modules],
             random_state(),
         )
 
     @contextlib.contextmanager
-    def restored(self, denoiser: nn.Module) -> Iterator[None]:
+    def restored(self, modules: Sequence[nn.Module], layers: Sequence[Any], device: torch.device) -> Iterator[None]:
         """Run the block in these surroundings, and put back the present ones."""
-        present = Surroundings.of(denoiser)
+        present = Surroundings.of(modules, layers, device)
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-            self._apply(denoiser)
+            self._apply(modules, layers)
             try:
                 yield
             finally:
-                present._apply(denoiser)
+                present._apply(modules, layers)
 
-    def _apply(self, denoiser: nn.Module) -> None:
-        for layer, values in zip(adapted_layers(denoiser), self.adapters, strict=True):
+    def _apply(self, modules: Sequence[nn.Module], layers: Sequence[Any]) -> None:
+        for layer, values in zip(layers, self.adapters, strict=True):
             for name, value in zip(STATE, values, strict=True):
                 setattr(layer, name, value)
-        for module, mode in zip(denoiser.modules(), self.training, strict=True):
+        for module, mode in zip(modules, self.training, strict=True):
             module.training = mode
         torch.set_rng_state(self.random[0])
         if len(self.random) > 1:

@@ -23,18 +23,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jagg_fx import interpolation
 from jagg_fx._compat import make_older, version
+from jagg_fx.adapters import adapted_layers
 from jagg_fx.budget import Measurements
 from jagg_fx.config import Config
 from jagg_fx.decision import Decision, decide
 from jagg_fx.denoiser import TimeArgument
 from jagg_fx.distributed import without_buffer_broadcast
-from jagg_fx.errors import ArgumentChangedError, DropoutError, MissingCotangentError, NotARegionError
+from jagg_fx.errors import (
+    ArgumentChangedError,
+    DropoutError,
+    MissingCotangentError,
+    NoStepsError,
+    NotARegionError,
+    StepMismatchError,
+)
 from jagg_fx.jacobian_sizes import JacobianSizes
 from jagg_fx.plan import Plan
 from jagg_fx.region import CallNote
 from jagg_fx.statistics import pack
 from jagg_fx.streams import kind_of
-from jagg_fx.structure import Output, tensors_in
+from jagg_fx.structure import Output, map_tensors, tensors_in
 from jagg_fx.surroundings import Surroundings, random_state
 
 
@@ -81,7 +89,7 @@ class Step:
     def add(self, cotangents: Sequence[Tensor | None]) -> None:
         """Add what one backward brings."""
         pairs = zip(self.cotangents, cotangents, strict=True)
-        self.cotangents = [new if old is None else old if new is None else old + new for old, new in pairs]
+        self.cotangents = [old if new is None else new.clone() if old is None else old + new for old, new in pairs]
         arrived = [cotangent for cotangent in self.cotangents if cotangent is not None]
         if arrived:
             squares = [interpolation.squared_norms(cotangent[None])[0] for cotangent in arrived]
@@ -112,6 +120,16 @@ class Runner:
         self.call = call
         self.index = index
         self._again = functools.partial(through, call) if through else call
+        self.look()
+
+    def look(self) -> None:
+        """See what the denoiser holds now; once for each trajectory, for the walk takes its time."""
+        self.modules = list(self.denoiser.modules())
+        self.layers = adapted_layers(self.denoiser)
+        self.device = next((p.device for p in self.denoiser.parameters()), torch.device("cpu"))
+        # DDP sends rank 0's buffers to all before every call: that is no change of the denoiser's own.
+        is_ddp = isinstance(self.denoiser, DistributedDataParallel)
+        self._buffers = [] if is_ddp else list(self.denoiser.named_buffers())
 
     def step(
         self,
@@ -125,15 +143,16 @@ class Runner:
         """One call, with its graph or for its values alone, by `call` if given. Returns it, and what the denoiser returned."""
         time = self.time.read(args, kwargs)
         given = list(self.time.replace(args, kwargs, time))
-        surroundings = Surroundings.of(self.denoiser)
-        buffers = self._buffers()
+        surroundings = Surroundings.of(self.modules, self.layers, self.device)
+        before = [version(buffer) for _, buffer in self._buffers]
         output = self._run(call or self.call, args, kwargs, with_graph)
-        if changed := [name for name, count in self._buffers().items() if count != buffers[name]]:
+        pairs = zip(self._buffers, before, strict=True)
+        if changed := [name for (name, buffer), count in pairs if version(buffer) != count]:
             raise NotARegionError.mutation(changed)
         taken_apart = Output.of(output, self.time.denoiser)
         step = Step(
-            args=args,
-            kwargs=kwargs,
+            args=map_tensors(args, lambda tensor: tensor),  # containers of its own: the loop may fill its own anew
+            kwargs=map_tensors(kwargs, lambda tensor: tensor),
             versions=[version(tensor) for tensor in tensors_in(given)],
             time=time.detach().clone(),
             note=CallNote(self.index, self.time.given(args, kwargs), is_cut),
@@ -146,12 +165,6 @@ class Runner:
         )
         return step, output
 
-    def _buffers(self) -> dict[str, int]:
-        """How often each buffer was changed in place; none where DDP sends rank 0's to all before every call."""
-        if isinstance(self.denoiser, DistributedDataParallel):
-            return {}
-        return {name: version(buffer) for name, buffer in self.denoiser.named_buffers()}
-
     def run_again(self, step: Step, call: Callable[..., Any] | None = None) -> None:
         """Give a step its graph, in the surroundings of its call.
 
@@ -163,7 +176,10 @@ class Runner:
         if [version(tensor) for tensor in given] != step.versions:
             raise ArgumentChangedError(self.time.denoiser, step.note.arguments)
         torch.clear_autocast_cache()  # casts that steps shared would sum their gradients in half precision
-        with step.surroundings.restored(self.denoiser), without_buffer_broadcast(self.denoiser):
+        with (
+            step.surroundings.restored(self.modules, self.layers, self.device),
+            without_buffer_broadcast(self.denoiser),
+        ):
             step.graph = Output.of(self._run(call or self._again, step.args, step.kwargs, True), "").values
         torch.clear_autocast_cache()
 
@@ -228,7 +244,7 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, *tokens: Tensor) -> Tensor:
         ctx.count = len(tokens)
-        return output.view_as(output)
+        return output.clone()  # a view could not be changed in place
 
     @staticmethod
     @once_differentiable
@@ -309,6 +325,7 @@ class Trajectory:
         self._weights: dict[int, dict[int, Tensor]] = {}  # of those, by knot
         self._decisions: list[Decision] = []
         self._delivered: set[int] = set()  # steps whose graph was handed its cotangent
+        self._flags: list[bool] | None = None  # which outputs of the first knot need gradients
 
     def window(self, knots: Sequence[int]) -> Plan:
         """The plan of the steps between some neighbouring knots."""
@@ -341,6 +358,7 @@ class Trajectory:
             self._weights[i] = {k: decision.weights[m : m + 1, n] for n, k in enumerate(window.knots)}
             if factor:
                 self.run_again(i)
+            self.steps[i].args, self.steps[i].kwargs, self.steps[i].operands = (), {}, []
 
     def run_again(self, i: int) -> None:
         sizes = self._sizes.at(i) if self._sizes is not None and i in self.plan.knots else None
@@ -356,7 +374,7 @@ class Trajectory:
         """The window's intermediate steps that keep a VJP."""
         return [i for i in window.intermediate if self._factors.get(i)]
 
-    def flush(self, carriers: Sequence[int], *, needs_all: bool) -> Tensor:
+    def flush(self, carriers: Sequence[int], *, needs_all: bool, before: Callable[[], None] = lambda: None) -> Tensor:
         """A token whose backward hands the steps `carriers` what they carry.
 
         Args:
@@ -369,12 +387,31 @@ class Trajectory:
             for slot, value in enumerate(self.steps[i].graph or ())
             if value.requires_grad
         ]
-        composites = functools.partial(self._composites, [(i, slot) for i, slot, _ in places], needs_all)
+        self.check_outputs(carriers)
+        composites = functools.partial(self._composites, [(i, slot) for i, slot, _ in places], needs_all, before)
         token: Tensor = _Flush.apply(composites, *[value for *_, value in places])  # type: ignore[no-untyped-call]
         make_older(token, self._anchor)
         for i in carriers:
             self.steps[i].graph = None  # the token holds it
         return token
+
+    def check_outputs(self, carriers: Sequence[int]) -> list[int]:
+        """Which of the denoiser's values need gradients; all of these steps ran with their graph.
+
+        Raises:
+            StepMismatchError: not the same at each step.
+            NoStepsError: none. Such a step would drop what it should carry.
+        """
+        for i in carriers:
+            flags = [value.requires_grad for value in self.steps[i].graph or ()]
+            self._flags = flags if self._flags is None else self._flags
+            if not any(flags):
+                raise NoStepsError("the loop", self._runner.time.denoiser, f"the output of step {i} needs no gradient")
+            if flags != self._flags:
+                raise StepMismatchError.shapes(
+                    i, [f"outputs that need gradients: {flags}, at the first knot {self._flags}"]
+                )
+        return [slot for slot, needs_gradient in enumerate(self._flags or ()) if needs_gradient]
 
     def carriers_of(self, i: int) -> set[int] | None:
         """The steps whose graphs take step `i`'s cotangent; None as long as that is not decided."""
@@ -389,10 +426,17 @@ class Trajectory:
         carriers = self.carriers_of(i)
         return carriers is not None and carriers <= self._delivered
 
+    def is_begun(self, i: int) -> bool:
+        """Whether some graph that takes step `i`'s cotangent was handed it."""
+        return bool((self.carriers_of(i) or set()) & self._delivered)
+
     def forget_deliveries(self) -> None:
         self._delivered = set()
 
-    def _composites(self, places: Sequence[tuple[int, int]], needs_all: bool) -> list[Tensor | None]:
+    def _composites(
+        self, places: Sequence[tuple[int, int]], needs_all: bool, before: Callable[[], None]
+    ) -> list[Tensor | None]:
+        before()
         carriers = {i for i, _ in places}
         carried = [j for j in range(len(self.steps)) if (self.carriers_of(j) or set()) & carriers]
         missing = [j for j in carried if self.steps[j].squares is None]
@@ -400,6 +444,9 @@ class Trajectory:
             raise MissingCotangentError(self._runner.time.denoiser, missing, max(carriers))
         composites = [self._composite(i, slot) for i, slot in places]
         self._delivered |= carriers
+        for j in carried:
+            if self.is_delivered(j):
+                self.steps[j].cotangents = [None] * len(self.steps[j].cotangents)
         return composites
 
     def _composite(self, i: int, slot: int) -> Tensor | None:
@@ -447,4 +494,5 @@ class Trajectory:
         """`|g_i|` per sample `[N, B]`; a step that no backward reached has none."""
         first = next((step.squares for step in self.steps if step.squares is not None), None)
         zero = torch.zeros(1, device=self._anchor.device) if first is None else torch.zeros_like(first)
-        return torch.stack([zero if step.squares is None else step.squares for step in self.steps]).sqrt()
+        squares = [step.squares for step in self.steps]
+        return torch.stack([zero if s is None or s.shape != zero.shape else s for s in squares]).sqrt()

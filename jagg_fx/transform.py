@@ -29,8 +29,9 @@ from jagg_fx.errors import (
     RaisedInCaptureError,
     SplitStepsError,
 )
+from jagg_fx.graphs import GraphView
 from jagg_fx.outline import outline
-from jagg_fx.plan import Budget, Calibrated, Placement, Plan
+from jagg_fx.plan import Calibrated, Placement, Plan
 from jagg_fx.preconditions import check_call
 from jagg_fx.region import TIME, Region
 from jagg_fx.report import Report, Rewrite
@@ -142,6 +143,12 @@ def transform(
         else (denoiser,)
     )
     denoisers = tuple(map(check_denoiser, given))
+    chosen = choice(Capture, "capture", capture)
+    if config.lowering is Lowering.REFERENCE and chosen is not Capture.AUTO:
+        raise OptionError(
+            f"jagg_fx.transform(fn, lowering='reference', capture={capture!r}): the reference captures nothing and runs the "
+            "function three times. Leave one of them out; lowering='eager', capture='denoiser' runs it once, uncompiled."
+        )
     inner = {id(child) for module in denoisers for child in module.modules() if child is not module}
     if (
         (denoiser is not None and not denoisers)
@@ -152,9 +159,7 @@ def transform(
             f"jagg_fx.transform(fn, denoiser=[{', '.join(type(module).__name__ for module in denoisers)}]): a list names at "
             "least one module, none twice, and none that is part of another one. Name the modules that the function calls itself."
         )
-    return Transformed(
-        fn, config, denoisers, time, capture=choice(Capture, "capture", capture), fullgraph=fullgraph, dynamic=dynamic
-    )
+    return Transformed(fn, config, denoisers, time, capture=chosen, fullgraph=fullgraph, dynamic=dynamic)
 
 
 class Transformed(Generic[P, R]):
@@ -176,9 +181,7 @@ class Transformed(Generic[P, R]):
         dynamic: bool | None,
     ) -> None:
         self.original = fn
-        self._config = config
-        if isinstance(config.placement, Budget) and config.placement.schedule is None:
-            self._config = replace(config, placement=Calibrated(config.placement))
+        self._config = config.with_memory()
         self._measuring: Sequence[MeasuredStream] = ()  # what the last call measures
         self._capture = capture
         self._uncaptured: str | None = None  # why the function is not captured whole
@@ -233,9 +236,14 @@ class Transformed(Generic[P, R]):
         except (GraphBreakError, DynamoFailedError, FakeImplementationError) as error:
             if self._capture is Capture.WHOLE:
                 raise
+            try:
+                outputs = self._run_by_denoiser(regions, args, kwargs)
+            except Exception:
+                self._by_denoiser = None
+                raise
             self._uncaptured = error.why
             log.warning("%s is not captured whole, the denoiser alone is compiled: %s", self, error.why)
-            return self._run_by_denoiser(regions, args, kwargs)
+            return outputs
 
     def _run_reference(
         self, regions: tuple[Region, ...], config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -248,11 +256,10 @@ class Transformed(Generic[P, R]):
             self._by_denoiser = self._make_denoiser_capture(regions, self._compile_denoiser)
             if len(self._rewrites) == 1 and len(plans := self._rewrites[0].plans) == 1:  # of the whole capture
                 self._by_denoiser.foreseen = [(0, i in plans[0].knots) for i in range(plans[0].num_steps)]
-        outputs, record, _ = self._by_denoiser.run(
-            self.original, self._config, args, kwargs, velocities=self._velocities
-        )
-        if record is not None and record not in self._rewrites:
-            self._rewrites.append(record)
+        run = self._by_denoiser.run(self.original, self._config, args, kwargs, self._velocities)
+        outputs, record, self._measuring = run
+        if record is not None:  # the newest is last
+            self._rewrites = [*(other for other in self._rewrites if other != record), record]
         return outputs  # type: ignore[no-any-return]
 
     def _make_denoiser_capture(
@@ -299,12 +306,12 @@ class Transformed(Generic[P, R]):
         """Run with even knots, uncompiled, and measure; `_finish_calibration` places the knots afterwards."""
         assert isinstance(self._config.placement, Calibrated)
         log.info("the knots of %s are not placed yet: this call measures, uncompiled", self)
-        config = replace(self._config, placement=self._config.placement.budget.calibration())
         if self._config.lowering is Lowering.REFERENCE:
+            config = self._config.calibration()
             outputs, _, self._measuring = self._run_reference(regions, config, args, kwargs)
         else:
             eager = self._make_denoiser_capture(regions, lambda forward: forward)
-            outputs, _, self._measuring = eager.run(self.original, config, args, kwargs, measures=True)
+            outputs, _, self._measuring = eager.run(self.original, self._config, args, kwargs)
         return outputs
 
     def _finish_calibration(self) -> None:
@@ -395,6 +402,11 @@ class Transformed(Generic[P, R]):
         None before the first backward in which steps could be interpolated.
         """
         return self._recorder.read()
+
+    @property
+    def graphs(self) -> tuple[GraphView, ...]:
+        """What was rewritten, at the level of steps: one view for each specialisation. See `jagg_fx.graphs`."""
+        return self.report.graphs_of(self._rewrites)
 
     @property
     def report(self) -> Report:

@@ -38,6 +38,14 @@ class Velocities:
                 "velocity of each, in the order of the calls: a list, or a tensor [calls, B, *]."
             )
 
+    @staticmethod
+    def check_values(values: Sequence[Tensor], call: str) -> None:
+        if len(values) != 1:
+            raise OptionError(
+                f"{call}.reuse(velocities=...): the denoiser returns {len(values)} floating-point tensors, and one velocity is "
+                "given. Leave reuse out."
+            )
+
     def check(self, n: int, fresh: Tensor, call: str) -> None:
         """Compare a knot's value with the given one; waits for the device. Raises `VelocityMismatchError`."""
         given = self.values[n]

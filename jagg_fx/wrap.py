@@ -1,6 +1,5 @@
 """`wrap`: a module in the denoiser's place, for training loops that call backward at every step."""
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,27 +12,31 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from jagg_fx import distributed
-from jagg_fx.adapters import active, adapted_layers
+from jagg_fx._compat import share_contents
+from jagg_fx.adapters import active
 from jagg_fx.calibration import place_by_measurements
 from jagg_fx.config import Config
 from jagg_fx.denoiser import check_denoiser, find_time
 from jagg_fx.errors import (
     AdapterError,
     ChainedStatesError,
+    InferenceTensorError,
     JaggError,
     OptionError,
     PendingStepsError,
     SecondBackwardError,
     StepOrderError,
+    TimeArgumentError,
 )
+from jagg_fx.graphs import GraphView
 from jagg_fx.jacobian_sizes import JacobianSizes
-from jagg_fx.plan import Budget, Calibrated, Placement, Plan
+from jagg_fx.plan import Calibrated, Placement, Plan
 from jagg_fx.preconditions import check_call
 from jagg_fx.report import Report, Rewrite, Stream
 from jagg_fx.statistics import Recorder, Statistics
 from jagg_fx.streams import check_alike
-from jagg_fx.structure import Output, tensors_in
-from jagg_fx.trajectory import Runner, Step, Trajectory, make_anchor, record
+from jagg_fx.structure import Output, leaves_below, tensors_in
+from jagg_fx.trajectory import Runner, Step, Trajectory, make_anchor, record, records_below
 from jagg_fx.velocities import Velocities
 
 
@@ -109,13 +112,11 @@ def wrap(
             debias=debias,
             lowering="inductor" if compile else "eager",
         )
-        if isinstance(config.placement, Budget) and config.placement.schedule is None:
-            config.placement.calibration().place(num_steps, config.rule)  # raises if it does not fit
-            config = replace(config, placement=Calibrated(config.placement))
-        else:
-            for stream in range(calls_per_step):
-                config.plan(num_steps, stream, calls_per_step)
-    except OptionError as error:
+        config = config.with_memory()
+        first = config.calibration() if isinstance(config.placement, Calibrated) else config
+        first.plans([num_steps] * calls_per_step)  # raises if they do not fit
+        find_time(denoiser, time)
+    except (OptionError, TimeArgumentError) as error:
         raise type(error)(str(error).replace("jagg_fx.transform(fn", f"jagg_fx.wrap({name}")) from None
     return Wrapped(denoiser, config, num_steps, time, shuffled, calls_per_step)
 
@@ -137,13 +138,7 @@ class Wrapped(nn.Module):
     ) -> None:
         self.__dict__["original"] = denoiser
         super().__init__()
-        # The same parameters, buffers and children under the same names: state_dict, DDP and fully_shard see the denoiser's own.
-        # The hooks of state_dict are shared too: it is the denoiser's that runs, and `fully_shard` shards in them.
-        tensors = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-        saving = ("_state_dict_hooks", "_state_dict_pre_hooks")
-        loading = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-        for shared in (*tensors, *saving, *loading):
-            self.__dict__[shared] = denoiser.__dict__[shared]
+        share_contents(denoiser, self)
         call = torch.compile(denoiser) if config.lowering == "inductor" else denoiser
         self.__dict__ |= {
             "_config": config,
@@ -195,11 +190,10 @@ class Wrapped(nn.Module):
         placement, config = self._config.placement, self._config
         is_calibration = isinstance(placement, Calibrated) and not placement.plans
         if is_calibration:
-            assert isinstance(placement, Calibrated)
-            config = replace(config, placement=placement.budget.calibration())
+            config = config.calibration()
         is_sharded = distributed.is_sharded(self, self.original)
         is_capped = config.guard.jagg_frac is not None and config.guard.jagg_frac < 1
-        plans = [config.plan(self._num_steps, s, self._calls_per_step) for s in range(self._calls_per_step)]
+        plans = config.plans([self._num_steps] * self._calls_per_step)
         if any(plan.segments for plan in plans):
             distributed.check_wrapper(repr(self), self, tensors_in([list(args), kwargs]))
         self._rewrite = self._describe(plans, args, kwargs)
@@ -279,6 +273,9 @@ class Wrapped(nn.Module):
             yield
         finally:
             self._velocities = None
+        run = self._current
+        if run is not None and run.velocities is given and not run.is_complete:
+            raise PendingStepsError.not_over(repr(self), "the block of reuse(velocities=...) was left")
 
     def recalibrate(self) -> None:
         """Measure again in the next trajectory, and place the knots anew. Raises `OptionError` if nothing measures."""
@@ -295,12 +292,17 @@ class Wrapped(nn.Module):
         placement = self._config.placement
         if isinstance(placement, Calibrated):
             return placement.plans[-1] if placement.plans else ()
-        return tuple(self._config.plan(self._num_steps, s, self._calls_per_step) for s in range(self._calls_per_step))
+        return tuple(self._config.plans([self._num_steps] * self._calls_per_step))
 
     @property
     def stats(self) -> Statistics | None:
         """Numbers of the last whole trajectory and means over all, see `jagg_fx.statistics`; None before the first one."""
         return self._recorder.read()
+
+    @property
+    def graphs(self) -> tuple[GraphView, ...]:
+        """What is done with the steps of a trajectory; empty before the first one. See `jagg_fx.graphs`."""
+        return self.report.graphs_of([self._rewrite] if self._rewrite else [])
 
     @property
     def report(self) -> Report:
@@ -360,9 +362,18 @@ class Wrapped(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.original.load_state_dict(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Wrapped":
-        denoiser = copy.deepcopy(self.original, memo)
-        return Wrapped(denoiser, self._config, self._num_steps, self._time, self._shuffled, self._calls_per_step)
+    def __reduce__(self) -> Any:  # copies and pickles begin no trajectory, and watch optimizers of their own
+        options = (self._config, self._num_steps, self._time, self._shuffled, self._calls_per_step)
+        return Wrapped, (self.original, *options)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.original._load_from_state_dict(*args, **kwargs)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.original.set_extra_state(state)
+
+    def get_extra_state(self) -> Any:
+        return self.original.get_extra_state()
 
 
 class _Run:
@@ -403,8 +414,8 @@ class _Run:
         self._name, self._runner, self._recorder = name, runner, recorder
         self._keep_all, self._shuffled = keep_all, shuffled
         self.velocities = velocities
-        device = next(runner.denoiser.parameters()).device
-        self._anchor = make_anchor(device)
+        runner.look()
+        self._anchor = make_anchor(runner.device)
         self._sizes = [
             JacobianSizes(runner.denoiser, functools.partial(torch.func.functional_call, runner.denoiser))
             if measures_jacobians
@@ -415,7 +426,7 @@ class _Run:
             Trajectory(plan, config, runner, self._anchor, together, sizes)
             for plan, sizes in zip(plans, self._sizes, strict=True)
         ]
-        self._adapters = active(adapted_layers(runner.denoiser))
+        self._adapters = active(runner.layers)
         self._is_recorded_already = False
 
     @property
@@ -446,7 +457,7 @@ class _Run:
         if not self._is_noted(plan, i):  # it keeps its own VJP, and stands in for no other step
             step.graph = None
             for slot, value in enumerate(Output.of(output, "").values):
-                if value.requires_grad and plan.segments:
+                if value.grad_fn is not None and plan.segments:
                     value.register_hook(functools.partial(self._arrive_plain, s, i, slot))
             return output
         token = self._close(trajectory, i)
@@ -460,11 +471,7 @@ class _Run:
             call = self._given(number, s, args, kwargs)
         step, output = self._runner.step(args, kwargs, with_graph=is_knot, call=call)
         if given is not None and is_knot:
-            if len(step.output.values) != 1:
-                raise OptionError(
-                    f"{self._name}.reuse(velocities=...): the denoiser returns {len(step.output.values)} floating-point tensors, "
-                    "and one velocity is given. Leave reuse out."
-                )
+            given.check_values(step.output.values, self._name)
             given.check(number, step.output.values[0], self._name)
         return step, output
 
@@ -480,11 +487,16 @@ class _Run:
         return lambda *_, **__: like.rebuilt([value])
 
     def _check(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state = self._runner.time.state(args, kwargs) if self._runner.time.positional else None
-        if any(tensor.requires_grad for tensor in tensors_in(state)):
-            raise ChainedStatesError(i, "argument", chained=False)
-        if active(adapted_layers(self._runner.denoiser)) != self._adapters:
-            raise AdapterError.trained(self._runner.time.denoiser)
+        time, tensors = self._runner.time, tensors_in([list(args), kwargs])
+        state = time.state(args, kwargs) if time.positional else None
+        if time.read(args, kwargs).requires_grad:
+            raise ChainedStatesError(i, "time", chained=False)
+        if any(tensor.requires_grad for tensor in tensors_in(state)) or records_below(tensors):
+            raise ChainedStatesError(i, "argument", chained=bool(records_below(tensors)))
+        if any(tensor.is_inference() for tensor in tensors):
+            raise InferenceTensorError(self._name, "an argument of the denoiser")
+        if active(self._runner.layers) != self._adapters:
+            raise AdapterError.trained(time.denoiser)
 
     def _is_noted(self, plan: Plan, i: int) -> bool:
         if self._keep_all:
@@ -505,7 +517,7 @@ class _Run:
             window, done = trajectory.window((segment.a, segment.b)), {segment.a, segment.b}
             done -= {following.a for following in plan.segments if following.a == i}
         self._check_times(trajectory, window)
-        trajectory.decide(window)
+        trajectory.decide(window, trajectory.check_outputs(window.knots))
         return trajectory.flush(sorted({*done, *trajectory.exact(window)}), needs_all=True)
 
     def _check_times(self, trajectory: Trajectory, window: Plan) -> None:
@@ -523,7 +535,7 @@ class _Run:
 
     def _arrive(self, s: int, i: int, cotangents: Sequence[Tensor | None]) -> None:
         trajectory = self.trajectories[s]
-        if trajectory.is_delivered(i):
+        if trajectory.is_begun(i):
             raise SecondBackwardError(self._name, i)
         trajectory.steps[i].add(cotangents)
         self._record_statistics()
@@ -537,22 +549,19 @@ class _Run:
         """Once, when every step has got its cotangent."""
         if self._is_recorded_already or not self.is_complete:
             return
-        if all(step.squares is not None for trajectory in self.trajectories for step in trajectory.steps):
+        rewritten = [trajectory for trajectory in self.trajectories if trajectory.plan.segments]
+        if rewritten and all(step.squares is not None for trajectory in rewritten for step in trajectory.steps):
             self._is_recorded_already = True
-            packed = [trajectory.packed() for trajectory in self.trajectories if trajectory.plan.segments]
-            if packed:
-                self._recorder.record(tuple(trajectory.plan for trajectory in self.trajectories), torch.cat(packed))
+            packed = torch.cat([trajectory.packed() for trajectory in rewritten])
+            self._recorder.record(tuple(trajectory.plan for trajectory in self.trajectories), packed)
 
     def pending(self) -> list[int]:
         """Steps whose cotangent has not reached all of the graphs that take it."""
-        return sorted(
-            {
-                i
-                for trajectory in self.trajectories
-                for i in range(len(trajectory.steps))
-                if self._is_noted(trajectory.plan, i) and not trajectory.is_delivered(i)
-            }
-        )
+        return sorted({i for trajectory in self.trajectories for i in self._pending_in(trajectory)})
+
+    def _pending_in(self, trajectory: Trajectory) -> list[int]:
+        noted = [i for i in range(len(trajectory.steps)) if self._is_noted(trajectory.plan, i)]
+        return [i for i in noted if not trajectory.is_delivered(i)]
 
     def check_delivered(self, event: str) -> None:
         """Raise `PendingStepsError` if cotangents arrived, or may still arrive, that `event` would make worthless."""
@@ -566,7 +575,7 @@ class _Run:
 
     def _closing(self, pending: Sequence[int]) -> int:
         """The step whose backward delivers the first pending one."""
-        plan = self.trajectories[0].plan
+        plan = next(t.plan for t in self.trajectories if set(self._pending_in(t)) & set(pending))
         if self._keep_all:
             return plan.num_steps - 1
         return next(
@@ -587,7 +596,8 @@ def _watch_optimizers(wrapped: Wrapped) -> None:
         module = reference()
         if module is None or not any(run.pending() for run in list(module._runs)):
             return
-        own = set(map(id, module.parameters()))
+        operands = [x for run in module._runs for t in run.trajectories for step in t.steps for x in step.operands]
+        own = set(map(id, module.parameters())) | leaves_below(operands)
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             module._check_delivered(f"{type(optimizer).__name__}.step() was called")
 

@@ -13,20 +13,21 @@ import jagg_fx
 from jagg_fx._compat import CustomGraphPass
 from jagg_fx.config import Config
 from jagg_fx.errors import NoStepsError
-from jagg_fx.inspect import step_lines
+from jagg_fx.graphs import StepGraph
+from jagg_fx.inspect import readable, step_graph
 from jagg_fx.passes.check_eligibility import check_eligibility, check_independent
 from jagg_fx.passes.clean_up import clean_up
 from jagg_fx.passes.drop_saved import drop_saved
 from jagg_fx.passes.emit import value
-from jagg_fx.passes.find_steps import Step, find_steps, marked_calls
+from jagg_fx.passes.find_steps import Step, find_steps, marked_calls, region_name
 from jagg_fx.passes.group_streams import group_streams
 from jagg_fx.passes.interpolate_vjps import interpolate_vjps
 from jagg_fx.passes.materialise_conjugates import materialise_conjugates
 from jagg_fx.passes.record_statistics import record_statistics
 from jagg_fx.passes.route_segments import route_segments
-from jagg_fx.passes.score_segments import score_segments
+from jagg_fx.passes.score_segments import Decision, score_segments
 from jagg_fx.passes.value_numbers import value_numbers
-from jagg_fx.passes.weigh_steps import weigh_steps
+from jagg_fx.passes.weigh_steps import Weighing, weigh_steps
 from jagg_fx.plan import Plan
 from jagg_fx.region import TIME
 from jagg_fx.report import Rewrite, Stream
@@ -74,35 +75,68 @@ def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
     streams = group_streams(steps, numbers)
     for stream in streams:
         check_eligibility(gm, stream, numbers)
-    _log_steps("before", gm, streams)
+    stages = {"before": step_graph(gm.graph, streams)}
+    code = {"before": readable(gm), **_regions(gm, streams)}
     plans = [config.plan(len(stream), s, len(streams)) for s, stream in enumerate(streams)]
-    record = _record(streams, plans, calls)
-    _interpolate(gm, [(stream, plan) for stream, plan in zip(streams, plans, strict=True) if plan.segments], config)
+    covered = _covered(streams)
+    planned = [(stream, plan) for stream, plan in zip(streams, plans, strict=True) if plan.segments]
+    decisions = _decide(gm, planned, config)
+    for (steps, plan), (weighing, decision) in zip(planned, decisions, strict=True):
+        interpolate_vjps(steps, plan, weighing, decision)
+    stages["interpolate_vjps"] = step_graph(gm.graph, streams)
+    for (steps, plan), (_, decision) in zip(planned, decisions, strict=True):
+        route_segments(gm, steps, plan, decision)
+    stages["route_segments"] = step_graph(gm.graph, streams)
     drop_saved(gm, streams, plans)
+    stages["drop_saved"] = step_graph(gm.graph, streams)
     clean_up(gm)
-    _log_steps("after", gm, streams)
+    stages["after"] = step_graph(gm.graph, streams)
+    code["after"] = readable(gm)
+    for when in ("before", "after"):
+        log.debug("steps %s the rewrite:\n%s", when, stages[when])
     for plan in plans:
         log.info(
             "%d steps, backward passes through the denoiser %d -> %d", plan.num_steps, plan.num_steps, len(plan.knots)
         )
-    return record
+    return _record(streams, plans, covered, calls, stages, code)
 
 
-def _interpolate(gm: fx.GraphModule, planned: Sequence[tuple[list[Step], Plan]], config: Config) -> None:
+def _decide(
+    gm: fx.GraphModule, planned: Sequence[tuple[list[Step], Plan]], config: Config
+) -> list[tuple[Weighing, Decision]]:
+    """Weights and decisions of each stream, and the statistics that are made of them."""
     weighings = [weigh_steps(steps, plan) for steps, plan in planned]
     decisions = [
         score_segments(steps, plan, weighing, config.guard, config.debias)
         for (steps, plan), weighing in zip(planned, weighings, strict=True)
     ]
     record_statistics(gm.graph, [(steps, decision) for (steps, _), decision in zip(planned, decisions, strict=True)])
-    for (steps, plan), weighing, decision in zip(planned, weighings, decisions, strict=True):
-        interpolate_vjps(steps, plan, weighing, decision)
-        route_segments(gm, steps, plan, decision)
+    return list(zip(weighings, decisions, strict=True))
 
 
-def _record(streams: list[list[Step]], plans: list[Plan], calls: int) -> Rewrite:
+def _covered(streams: list[list[Step]]) -> list[torch.Tensor]:
     covered = {step.operands[position] for steps in streams for step in steps for position in step.gradients}
-    tensors = [value(operand) for operand in covered]
+    return [tensor for operand in covered if isinstance(tensor := value(operand), torch.Tensor)]
+
+
+def _regions(gm: fx.GraphModule, streams: list[list[Step]]) -> dict[str, Callable[[], str]]:
+    """What each stream's denoiser computes, forward and backward."""
+    names = {}
+    for s, steps in enumerate(streams):
+        of = f"stream {s}, " if len(streams) > 1 else ""
+        names[f"{of}denoiser, forward"] = region_name(steps[0].forward)
+        names[f"{of}denoiser, backward"] = region_name(steps[0].backward)
+    return {title: readable(getattr(gm, name)) for title, name in names.items()}
+
+
+def _record(
+    streams: list[list[Step]],
+    plans: list[Plan],
+    covered: list[torch.Tensor],
+    calls: int,
+    stages: dict[str, StepGraph],
+    code: dict[str, Callable[[], str]],
+) -> Rewrite:
     return Rewrite(
         streams=tuple(
             Stream(
@@ -113,15 +147,12 @@ def _record(streams: list[list[Step]], plans: list[Plan], calls: int) -> Rewrite
             )
             for steps, plan in zip(streams, plans, strict=True)
         ),
-        covered=len(tensors),
-        covered_elements=sum(int(t.numel()) for t in tensors if isinstance(t, torch.Tensor)),
+        covered=len(covered),
+        covered_elements=sum(int(tensor.numel()) for tensor in covered),
         calls_without_gradient=calls - sum(map(len, streams)),
+        stages=stages,
+        code=code,
     )
-
-
-def _log_steps(when: str, gm: fx.GraphModule, streams: list[list[Step]]) -> None:
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("steps %s the rewrite:\n%s", when, "\n".join(step_lines(gm.graph, streams)))
 
 
 @cache

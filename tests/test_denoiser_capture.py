@@ -20,7 +20,10 @@ TOLERANCE = 1e-12
 
 def transformed(problem: Problem, **options: Any) -> Any:
     defaults: dict[str, Any] = {"lowering": "eager", "capture": "denoiser", "cos_threshold": None}
-    return jagg_fx.transform(problem.fn, **(defaults | options))
+    chosen = defaults | options
+    if chosen["lowering"] == "reference":
+        del chosen["capture"]
+    return jagg_fx.transform(problem.fn, **chosen)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -413,3 +416,79 @@ def test_a_compiled_denoiser() -> None:
     for _ in range(2):
         _, got = problem.run(fast)
         assert relative_error(got, want) < 1e-5
+
+
+# What came out wrong once.
+
+
+def test_hooks_of_the_denoiser_run_once() -> None:
+    problem = per_sample_times(torch.float64)
+    problem.model.register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
+    problem.model.register_forward_hook(lambda module, args, output: 2 * output)
+    _, exact = problem.run(problem.fn)
+    for options in ({"W": 2}, {"cos_threshold": 1.0}, {"knots": STEPS}):
+        fast = transformed(problem, **options)
+        for _ in range(2):
+            assert relative_error(problem.run(fast)[1], exact) < TOLERANCE
+
+
+def test_a_backward_that_meets_no_step_hands_nothing_on_again() -> None:
+    problem = per_sample_times(torch.float64)
+
+    def fn(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        return problem.fn(z, t), problem.model.a.bias.square().sum()
+
+    gradients = []
+    for options in ({"lowering": "reference"}, {"lowering": "eager", "capture": "denoiser"}):
+        problem.model.zero_grad()
+        fast = jagg_fx.transform(fn, cos_threshold=None, denoiser=problem.model, **options)  # type: ignore[arg-type]
+        log_probs, other = fast(*problem.args)
+        log_probs.sum().backward(retain_graph=True)
+        other.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in problem.parameters if p.grad is not None]))
+    assert relative_error(gradients[1], gradients[0]) < TOLERANCE
+
+
+def test_outputs_can_be_changed_in_place() -> None:
+    problem = per_sample_times(torch.float64)
+    log_probs = transformed(problem)(*problem.args)
+    log_probs -= 1
+    log_probs.sum().backward()
+
+
+def test_a_call_that_raises_does_not_turn_whole_capture_off() -> None:
+    problem = per_sample_times(torch.float64)
+
+    def fn(z: Tensor, t: Tensor) -> Tensor:
+        if z.shape[-1] != DIM:
+            raise ValueError("wrong shape")
+        return problem.fn(z, t)
+
+    fast = jagg_fx.transform(fn, lowering="eager", denoiser=problem.model)
+    z, t = problem.args
+    with pytest.raises(ValueError, match="wrong shape"):
+        fast(z[..., :4], t)
+    fast(z, t).sum().backward()
+    assert fast.report.capture == "whole"
+
+
+def test_another_number_of_steps_measures_without_running_twice() -> None:
+    model = MLP().double()
+    z, t = path(torch.float64)
+    calls: list[int] = []
+
+    def fn(z: Tensor, t: Tensor, steps: int) -> Tensor:
+        calls.append(steps)
+        return torch.stack([squared(z, t, i, model(z[i], t[i].expand(BATCH))) for i in range(steps)], 1)
+
+    fast = jagg_fx.transform(fn, knots=3, lowering="eager", capture="denoiser", denoiser=model)
+    for steps in (9, 9, 5, 5, 9):
+        fast(z, t, steps).sum().backward()
+    assert calls == [9, 9, 5, 5, 9]
+    assert fast.report.rewrite is not None
+    assert fast.report.rewrite.plans[0].num_steps == 9
+
+
+def test_the_reference_captures_nothing() -> None:
+    with pytest.raises(errors.OptionError, match="the reference captures nothing"):
+        jagg_fx.transform(lambda z: z, lowering="reference", capture="denoiser")

@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -405,6 +406,155 @@ def test_compiled_denoiser() -> None:
     assert relative_error(case.gradient(), want) < 1e-5
     per_step(case.losses(wrapped))
     assert relative_error(case.gradient(), want) < 1e-5
+
+
+# What came out wrong once.
+
+
+def test_containers_that_the_loop_fills_anew() -> None:
+    class Scaled(MLP):
+        def forward(self, z: Tensor, t: Tensor, extra: Any = None) -> Any:  # type: ignore[override]
+            return super().forward(z, t) * extra["scale"]
+
+    case = loop()
+    model = Scaled().double()
+    case = Loop(model, case.z, case.t)
+
+    def losses(denoiser: Callable[..., Tensor]) -> Iterator[Tensor]:
+        extra: dict[str, Tensor] = {}
+        for i in range(STEPS):
+            extra["scale"] = torch.full((BATCH, 1), 1.0 + i, dtype=torch.float64)
+            yield case.loss(i, denoiser(case.z[i], case.t[i], extra))
+
+    per_step(losses(model))
+    want = case.gradient()
+    per_step(losses(jagg_fx.wrap(model, num_steps=STEPS, cos_threshold=1.0)))
+    assert relative_error(case.gradient(), want) < TOLERANCE
+
+
+def test_cotangents_in_one_buffer_for_all_steps() -> None:
+    case = loop()
+    wanted = jagg_fx.wrap(case.model, num_steps=STEPS, cos_threshold=None)
+    cotangents = torch.randn(STEPS, BATCH, DIM, dtype=torch.float64)
+    for i in range(STEPS):
+        wanted(case.z[i], case.t[i]).backward(cotangents[i])
+    want = case.gradient()
+    wrapped, buffer = jagg_fx.wrap(case.model, num_steps=STEPS, cos_threshold=None), torch.empty_like(cotangents[0])
+    for i in range(STEPS):
+        wrapped(case.z[i], case.t[i]).backward(buffer.copy_(cotangents[i]))
+    assert relative_error(case.gradient(), want) < TOLERANCE
+
+
+def test_outputs_that_need_no_gradient_do_not_decide() -> None:
+    class WithMask(MLP):
+        def forward(self, z: Tensor, t: Tensor, condition: Tensor | None = None) -> Any:
+            return super().forward(z, t, condition), torch.full((BATCH, 1000), 9.0, dtype=z.dtype)
+
+    case = loop()
+    model = WithMask().double()
+    model.load_state_dict(case.model.state_dict())
+    both = []
+    for denoiser, pick in ((case.model, lambda v: v), (model, lambda v: v[0])):
+        wrapped = jagg_fx.wrap(denoiser, num_steps=STEPS, cos_threshold=0.04)
+        per_step(case.loss(i, pick(wrapped(case.z[i], case.t[i]))) for i in range(STEPS))
+        assert wrapped.stats is not None
+        both.append(wrapped.stats.last.scores)
+    assert both[0] == both[1]
+
+
+def test_a_second_backward_between_the_flushes_of_a_steps_knots() -> None:
+    case = loop()
+    wrapped = jagg_fx.wrap(case.model, num_steps=STEPS, knots=(0, 3, 8), cos_threshold=None)
+    losses = case.losses(wrapped)
+    next(losses).backward()
+    kept = next(losses)
+    kept.backward(retain_graph=True)
+    next(losses).backward()
+    next(losses).backward()
+    with pytest.raises(jagg_fx.errors.SecondBackwardError, match="reached step 1"):
+        kept.backward()
+    wrapped.reset()
+
+
+@pytest.mark.parametrize("what", ["rows of a table", "some steps", "time", "equal but other"])
+def test_arguments_trained_for_one_step_alone_are_errors(what: str) -> None:
+    case = loop()
+    table = torch.rand(STEPS, BATCH, 2 * DIM, dtype=torch.float64, requires_grad=True)
+    control = nn.Linear(DIM, 2 * DIM).double()
+    nn.init.zeros_(control.weight)
+
+    def argument(i: int) -> Tensor:
+        rows = {"rows of a table": table[i], "some steps": table[0] if i else table[0].detach()}
+        return rows[what] if what in rows else control(case.z[i])
+
+    wrapped = jagg_fx.wrap(case.model, num_steps=STEPS)
+    wrapped(
+        case.z[0], case.t[0] * table[0, 0, 0] if what == "time" else case.t[0], argument(0)
+    ) if what != "time" else None
+    with pytest.raises(jagg_fx.errors.ChainedStatesError, match="an input of that step alone needs gradients"):
+        wrapped(case.z[1], case.t[1] * table[0, 0, 0] if what == "time" else case.t[1], argument(1))
+    wrapped.reset()
+
+
+def test_an_expert_that_is_frozen_at_some_steps_is_an_error() -> None:
+    class Frozen(MLP):
+        def forward(self, z: Tensor, t: Tensor, condition: Tensor | None = None) -> Any:
+            v = super().forward(z, t, condition)
+            return v.detach() if float(t[0]) < 0.5 else v
+
+    case = loop()
+    wrapped = jagg_fx.wrap(Frozen().double(), num_steps=STEPS, knots=(0, 8))
+    with pytest.raises(jagg_fx.errors.JaggError, match=r"needs no gradient|need gradients"):
+        per_step(case.losses(wrapped))
+    wrapped.reset()
+
+
+def test_an_optimizer_of_a_trained_prompt_is_watched_too() -> None:
+    case = loop()
+    case.model.requires_grad_(False)
+    prompt = torch.rand(BATCH, 2 * DIM, dtype=torch.float64, requires_grad=True)
+    wrapped, optimizer = jagg_fx.wrap(case.model, num_steps=4), torch.optim.SGD([prompt], lr=1.0)
+    case.loss(0, wrapped(case.z[0], case.t[0], prompt)).backward()
+    with pytest.raises(jagg_fx.errors.PendingStepsError, match=r"SGD\.step"):
+        optimizer.step()
+    wrapped.reset()
+
+
+def test_nothing_is_kept_after_the_last_backward() -> None:
+    case = loop()
+    wrapped = jagg_fx.wrap(case.model, num_steps=STEPS, cos_threshold=None)
+    seen: list[weakref.ref[Tensor]] = []
+    for i in range(STEPS):
+        prompt = torch.ones(2 * DIM, dtype=torch.float64)
+        seen.append(weakref.ref(prompt))
+        case.loss(i, wrapped(case.z[i], case.t[i], prompt)).backward()
+    del prompt
+    assert sum(ref() is not None for ref in seen) <= 5  # the knots'
+    run = weakref.ref(wrapped._current)
+    wrapped(case.z[0], case.t[0])
+    assert run() is None
+    wrapped.reset()
+
+
+def test_copies_and_checkpoints() -> None:
+    wrapped = jagg_fx.wrap(MLP(), num_steps=STEPS, W=3)
+    for twin in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        assert isinstance(twin, jagg_fx.Wrapped)
+        assert twin.plans == wrapped.plans
+        assert twin._current is None
+        assert torch.equal(twin.a.weight, wrapped.a.weight)
+    parent = nn.ModuleDict({"d": wrapped})
+    assert str(parent.load_state_dict(parent.state_dict())) == "<All keys matched successfully>"
+
+
+def test_leaving_the_block_of_reuse_early_is_an_error() -> None:
+    case = loop()
+    wrapped = jagg_fx.wrap(case.model, num_steps=STEPS)
+    with torch.no_grad():
+        velocities = [wrapped(case.z[i], case.t[i]) for i in range(STEPS)]
+    with pytest.raises(jagg_fx.errors.PendingStepsError, match="was left"), wrapped.reuse(velocities=velocities):
+        wrapped(case.z[0], case.t[0])
+    wrapped.reset()
 
 
 # Nothing is lost silently.
