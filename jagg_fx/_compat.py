@@ -21,6 +21,7 @@ from jagg_fx.errors import (
     FakeImplementationError,
     GraphBreakError,
     JaggError,
+    LoweringFailedError,
     NotARegionError,
     RaisedInCaptureError,
     SchedulerError,
@@ -353,6 +354,13 @@ def dynamo_errors(function: str, dynamic: bool, denoisers: Sequence[torch.nn.Mod
             buffers = [name for denoiser in denoisers for name, _ in denoiser.named_buffers()]
             raise NotARegionError.mutation(buffers) from error
         raise
+    except _probe("torch._inductor.exc", "InductorError") as error:
+        raise LoweringFailedError(function, torch.__version__, str(error).strip().splitlines()[0]) from error
+    except IndexError as error:
+        if "SymInt" not in str(error):
+            raise  # the user's own
+        reason = "a number that is read from a tensor (.item()) indexes another one"
+        raise GraphBreakError(function, "unknown", reason) from error
     except (exc.InternalTorchDynamoError, AssertionError) as error:
         if isinstance(error, AssertionError) and "from user code" not in str(error):
             raise  # the user's own, from code that runs outside the graph

@@ -148,6 +148,13 @@ class StepMismatchError(JaggError):
         )
 
     @classmethod
+    def swapped_calls(cls, call: str, step: int) -> "StepMismatchError":
+        return cls(
+            f"{call}: the calls of step {step} come in another order than those of step 0 (one gets the arguments of the other). "
+            "With calls_per_step, make the calls of a step in the same order at every step."
+        )
+
+    @classmethod
     def uneven_calls(cls, first: int, second: int) -> "StepMismatchError":
         return cls(
             f"calls {first} and {second} of the denoiser are at the same time, but not every step has as many calls, and nothing "
@@ -233,8 +240,8 @@ class GraphBreakError(JaggError):
             f"Where: {where}\nWhat: {reason}\n"
             "Usual reasons: .item(), .tolist(), print or an if on a tensor's value; numpy; a scheduler that looks its step "
             "up by value (diffusers' scheduler.step without set_begin_index). Pass sigmas and indices as tensors or plain "
-            "Python numbers, move the rest out of the function, or use fullgraph=False if the break lies before or after "
-            "the loop over the steps."
+            "Python numbers, move the rest out of the function, or leave capture='whole' out: the function then runs in "
+            "Python as it is, and the denoiser alone is compiled."
         )
 
 
@@ -256,6 +263,17 @@ class DynamoFailedError(JaggError):
         super().__init__(
             f"jagg_fx.transform({function}{', dynamic=True' if dynamic else ''}): Dynamo of torch {version} failed while it "
             f"captured {function}: {reason}. {way_out}"
+        )
+
+
+class LoweringFailedError(JaggError):
+    """Inductor failed on a rewritten graph."""
+
+    def __init__(self, function: str, version: str, reason: str) -> None:
+        self.why = f"Inductor failed: {reason}"
+        super().__init__(
+            f"jagg_fx.transform({function}): Inductor of torch {version} failed on the graph of {function}: {reason}. Write "
+            "capture='denoiser' to compile the denoiser alone, or lowering='eager' for the same graph, interpreted."
         )
 
 
@@ -363,9 +381,10 @@ class SchedulerError(GraphBreakError):
 
 
 _WHOLE_TRAJECTORIES = (
-    "Run all steps of a trajectory (num_steps calls with gradients, each with its backward) before the optimizer steps or the "
-    "next one begins: a group's steps need the same weights. If the trajectory was given up (an exception in the loop), drop it: "
-    "wrapped.reset()."
+    "Run all steps of a trajectory (num_steps of them, each with its backward) before the optimizer steps or the next one "
+    "begins: a group's steps need the same weights. num_steps is the number of trained steps of one micro-batch; where a step "
+    "calls the denoiser twice with gradients, write calls_per_step=2 too. If the trajectory was given up (an exception in the "
+    "loop), drop it: wrapped.reset()."
 )
 
 

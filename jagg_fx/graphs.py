@@ -12,8 +12,9 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from jagg_fx.plan import Plan, Weights
+from jagg_fx.plan import Plan, Segment, Weights
 
 
 class Kind(enum.StrEnum):
@@ -97,6 +98,20 @@ class StepGraph:
         return cls(tuple(nodes))
 
 
+class SegmentDecision(NamedTuple):
+    """What one backward decided for the steps between two knots.
+
+    Attributes:
+        segment: the knots.
+        score: the least cosine between a velocity and its interpolation.
+        outcome: interpolated, or exact and why.
+    """
+
+    segment: Segment
+    score: float
+    outcome: str
+
+
 @dataclass(frozen=True)
 class GraphView:
     """One compiled specialisation of a function (or one loop), before and after and in between.
@@ -107,6 +122,8 @@ class GraphView:
         plans: of each stream.
         stages: step-level graphs by the name of the pass after which they were taken, the first "before", the last "after".
         code: readable code by name: the joint graph, and each region of the denoiser. Made when asked for.
+        facts: lines of the report.
+        decisions: what the last backward decided for each segment, and why; empty before it.
     """
 
     function: str
@@ -114,6 +131,8 @@ class GraphView:
     plans: tuple[Plan, ...]
     stages: dict[str, StepGraph]
     code: dict[str, Callable[[], str]] = field(default_factory=dict)
+    facts: tuple[tuple[str, object], ...] = ()
+    decisions: tuple[SegmentDecision, ...] = ()
 
     @property
     def before(self) -> StepGraph:
@@ -199,6 +218,12 @@ class GraphView:
         from jagg_fx.drawing import draw
 
         draw(self, Path(path))
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one page that needs no network: picture, tables, diff, the denoiser's own graph folded in. Needs matplotlib."""
+        from jagg_fx.page import page
+
+        Path(path).write_text(page(self))
 
     def __str__(self) -> str:
         return self.diff()

@@ -50,7 +50,7 @@ def denoiser_calls(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def unify_layouts(gm: fx.GraphModule) -> Tensor:
-    """Copy operands that have an offset, and make cotangents contiguous, around every call of the denoiser.
+    """Copy operands that have an offset or holes, and make cotangents contiguous, around every call of the denoiser.
 
     The graph gets a last input, the probe of `statistics.py`, on which no value depends. Returns its example.
     """
@@ -65,7 +65,7 @@ def unify_layouts(gm: fx.GraphModule) -> Tensor:
             if (
                 isinstance(example(operand), Tensor)
                 and operand not in shared[_region(call)]
-                and not _starts_at_zero(example(operand))
+                and not _lies_as_a_copy_would(example(operand))
             ):
                 _copy_before(call, operand)
         for value in list(call.users):
@@ -96,9 +96,10 @@ def _region(call: fx.Node) -> Any:
     return body.target, CallNote.decode(str(marker.args[1])).denoiser
 
 
-def _starts_at_zero(tensor: Tensor) -> bool:
+def _lies_as_a_copy_would(tensor: Tensor) -> bool:
+    """At the start of its storage and without holes. `latents[:, 0]` has no offset, but holes where its neighbours lie."""
     offset = tensor.storage_offset()
-    return isinstance(offset, int) and offset == 0
+    return isinstance(offset, int) and offset == 0 and tensor.clone().stride() == tensor.stride()
 
 
 def _copy_before(call: fx.Node, operand: fx.Node) -> None:

@@ -1,15 +1,16 @@
 """What was found, what was rewritten, what was left exact and why."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from tabulate import tabulate
 
 from jagg_fx.config import Config
-from jagg_fx.graphs import GraphView, StepGraph
+from jagg_fx.graphs import GraphView, SegmentDecision, StepGraph
 from jagg_fx.plan import Plan
+from jagg_fx.statistics import Numbers, Statistics
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,9 @@ class Report:
         details = "; ".join(f"{name} {text}" for name, text in self._plan_rows(stream))
         return f"stream {s}", f"denoiser {stream.denoiser}, {self.denoisers[stream.denoiser]}: {details}"
 
-    def graphs_of(self, rewrites: Sequence[Rewrite]) -> tuple[GraphView, ...]:
+    def graphs_of(self, rewrites: Sequence[Rewrite], statistics: Statistics | None) -> tuple[GraphView, ...]:
         """A view of each rewritten graph; where the rewrite happened in autograd, of what its plan makes of the steps."""
+        decisions = () if statistics is None else tuple(self._decisions(statistics.last))
         guarded, drawn = self.config.guard.is_active, self.config.debias is not None
         return tuple(
             GraphView(
@@ -179,16 +181,30 @@ class Report:
                     "after": StepGraph.rewritten(rewrite.plans, guarded, drawn),
                 },
                 code=rewrite.code,
+                facts=tuple(replace(self, rewrite=rewrite).rows()),
+                decisions=decisions if rewrite is rewrites[-1] else (),
             )
             for rewrite in rewrites
         )
+
+    def _decisions(self, numbers: Numbers) -> Iterator[SegmentDecision]:
+        threshold = self.config.guard.cos_threshold
+        for segment, score in numbers.scores.items():
+            if numbers.kept[segment]:
+                outcome = "interpolated"
+            elif threshold is not None and not score >= threshold:
+                outcome = f"exact: {score:.3f} is below cos_threshold={threshold:g}"
+            else:
+                outcome = "exact: other segments scored better, and jagg_frac allows no more"
+            yield SegmentDecision(segment, score, outcome)
 
     def rows(self) -> list[tuple[str, object]]:
         """Lines of the table: what, and the answer."""
         names = ", ".join(self.denoisers) or "not called yet"
         rows: list[tuple[str, object]] = [("function", self.function), ("denoiser", names)]
         if self.rewrite is None:
-            rows.append(("steps", "nothing rewritten yet: no backward graph was compiled"))
+            what = "backward graph was compiled" if self.capture == "whole" else "step with gradients ran"
+            rows.append(("steps", f"nothing rewritten yet: no {what}"))
         else:
             streams = self.rewrite.streams
             if len(streams) == 1:

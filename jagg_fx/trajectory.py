@@ -325,6 +325,7 @@ class Trajectory:
         self._weights: dict[int, dict[int, Tensor]] = {}  # of those, by knot
         self._decisions: list[Decision] = []
         self._delivered: set[int] = set()  # steps whose graph was handed its cotangent
+        self.has_failed = False  # whether its backward has raised
         self._flags: list[bool] | None = None  # which outputs of the first knot need gradients
 
     def window(self, knots: Sequence[int]) -> Plan:
@@ -441,6 +442,7 @@ class Trajectory:
         carried = [j for j in range(len(self.steps)) if (self.carriers_of(j) or set()) & carriers]
         missing = [j for j in carried if self.steps[j].squares is None]
         if needs_all and missing:
+            self.has_failed = True
             raise MissingCotangentError(self._runner.time.denoiser, missing, max(carriers))
         composites = [self._composite(i, slot) for i, slot in places]
         self._delivered |= carriers

@@ -22,6 +22,7 @@ from jagg_fx.errors import (
     DynamoFailedError,
     FakeImplementationError,
     GraphBreakError,
+    LoweringFailedError,
     NoStepsError,
     NotCalibratedError,
     OptionError,
@@ -233,7 +234,7 @@ class Transformed(Generic[P, R]):
             return self._run_by_denoiser(regions, args, kwargs)
         try:
             return self._run_compiled(regions, args, kwargs)
-        except (GraphBreakError, DynamoFailedError, FakeImplementationError) as error:
+        except (GraphBreakError, DynamoFailedError, FakeImplementationError, LoweringFailedError) as error:
             if self._capture is Capture.WHOLE:
                 raise
             try:
@@ -406,7 +407,7 @@ class Transformed(Generic[P, R]):
     @property
     def graphs(self) -> tuple[GraphView, ...]:
         """What was rewritten, at the level of steps: one view for each specialisation. See `jagg_fx.graphs`."""
-        return self.report.graphs_of(self._rewrites)
+        return self.report.graphs_of(self._rewrites, self.stats)
 
     @property
     def report(self) -> Report:

@@ -27,7 +27,12 @@ class Velocities:
 
     @classmethod
     def create(cls, velocities: Tensor | Sequence[Tensor], extrapolate: bool, tolerance: float | None) -> "Velocities":
-        """From a tensor `[calls, B, *]` or a list."""
+        """From a tensor `[calls, B, *]` or a list. Raises `OptionError` for anything else."""
+        if not isinstance(velocities, (Tensor, list, tuple)) or not all(isinstance(v, Tensor) for v in velocities):
+            raise OptionError(
+                f"reuse(velocities=<{type(velocities).__name__}>): velocities are a tensor [calls, B, *], or a list of tensors "
+                "[B, *]: what the denoiser returned in the rollout (return_dict=False)[0], before guidance."
+            )
         return cls(list(velocities), extrapolate, tolerance)
 
     def check_count(self, count: int, call: str) -> None:

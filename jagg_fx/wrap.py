@@ -1,6 +1,7 @@
 """`wrap`: a module in the denoiser's place, for training loops that call backward at every step."""
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ from jagg_fx.errors import (
     OptionError,
     PendingStepsError,
     SecondBackwardError,
+    StepMismatchError,
     StepOrderError,
     TimeArgumentError,
+    VelocityMismatchError,
 )
 from jagg_fx.graphs import GraphView
 from jagg_fx.jacobian_sizes import JacobianSizes
@@ -72,7 +75,7 @@ def wrap(
     Args:
         denoiser: the module called at every step; it is not changed. It may be wrapped already (DistributedDataParallel,
             `fully_shard`, accelerate, peft), or be wrapped so afterwards.
-        num_steps: trained steps of one trajectory (of one micro-batch).
+        num_steps: trained steps of one trajectory: how many one micro-batch goes through.
         W, weights, knots, degree, plan, max_rel_error, cos_threshold, jagg_frac, debias, time: as in `transform`.
         shuffled: the times of a trajectory come in any order, also one of its own per sample (DanceGRPO, DDPO). Then all knots'
             graphs are kept until the trajectory's last step, as they are with `jagg_frac` and `degree=2`; otherwise those of one
@@ -164,6 +167,7 @@ class Wrapped(nn.Module):
     _recorder: Recorder
     original: nn.Module
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a loop that is compiled breaks here, and goes on
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The denoiser's own output. With gradients, a step of the trajectory."""
         if not self._is_step(args, kwargs):
@@ -271,6 +275,9 @@ class Wrapped(nn.Module):
         self._velocities = given
         try:
             yield
+        except VelocityMismatchError:
+            self.reset()  # what has run of this trajectory is worth nothing
+            raise
         finally:
             self._velocities = None
         run = self._current
@@ -302,7 +309,7 @@ class Wrapped(nn.Module):
     @property
     def graphs(self) -> tuple[GraphView, ...]:
         """What is done with the steps of a trajectory; empty before the first one. See `jagg_fx.graphs`."""
-        return self.report.graphs_of([self._rewrite] if self._rewrite else [])
+        return self.report.graphs_of([self._rewrite] if self._rewrite else [], self.stats)
 
     @property
     def report(self) -> Report:
@@ -453,7 +460,10 @@ class _Run:
         step, output = self._run(number, s, i, args, kwargs)
         first = trajectory.steps[0] if trajectory.steps else step
         check_alike(i, step, first)
+        self._check_order_of_calls(s, i, step)
         trajectory.steps.append(step)
+        if i == plan.num_steps - 1 and plan.segments:
+            self._check_times(trajectory)
         if not self._is_noted(plan, i):  # it keeps its own VJP, and stands in for no other step
             step.graph = None
             for slot, value in enumerate(Output.of(output, "").values):
@@ -516,22 +526,33 @@ class _Run:
                 return None
             window, done = trajectory.window((segment.a, segment.b)), {segment.a, segment.b}
             done -= {following.a for following in plan.segments if following.a == i}
-        self._check_times(trajectory, window)
+        self._check_times(trajectory)
         trajectory.decide(window, trajectory.check_outputs(window.knots))
         return trajectory.flush(sorted({*done, *trajectory.exact(window)}), needs_all=True)
 
-    def _check_times(self, trajectory: Trajectory, window: Plan) -> None:
-        """Raise where the times say that this is not one trajectory."""
-        steps = [trajectory.steps[i] for i in range(window.knots[0], window.knots[-1] + 1)]
-        times = torch.stack([step.time.reshape(-1) for step in steps])
+    def _check_order_of_calls(self, s: int, i: int, step: Step) -> None:
+        """Raise where a call gets what another call of the step got at first; the state and what all share tell nothing."""
+        if i == 0 or len(self.trajectories) == 1:
+            return
+
+        def kept(other: Step) -> list[int]:
+            return [operand.data_ptr() for operand in other.operands[1:]]
+
+        firsts = [kept(trajectory.steps[0]) for trajectory in self.trajectories]
+        if kept(step) != firsts[s] and kept(step) in firsts:
+            raise StepMismatchError.swapped_calls(self._name, i)
+
+    def _check_times(self, trajectory: Trajectory) -> None:
+        """Raise where the times say that this is not one trajectory; waits for the device."""
+        times = torch.stack([step.time.reshape(-1) for step in trajectory.steps])
         if self._shuffled:
             ordered = times.sort(0).values
             if bool((ordered[1:] == ordered[:-1]).any()):
-                raise StepOrderError.repeated(self._name, window.knots[0], window.knots[-1])
+                raise StepOrderError.repeated(self._name, 0, len(times) - 1)
             return
         change = times[1:] - times[:-1]
         if not bool(((change > 0).all(0) | (change < 0).all(0)).all()):
-            raise StepOrderError.unordered(self._name, window.knots[0], times[:, 0].tolist())
+            raise StepOrderError.unordered(self._name, 0, times[:, 0].tolist())
 
     def _arrive(self, s: int, i: int, cotangents: Sequence[Tensor | None]) -> None:
         trajectory = self.trajectories[s]
@@ -584,7 +605,8 @@ class _Run:
 
     def __del__(self) -> None:
         # Nobody can reach the pending steps any more. Python prints what is raised here, and goes on.
-        if hasattr(self, "trajectories") and not self.is_told:
+        is_told = self.is_told or any(trajectory.has_failed for trajectory in getattr(self, "trajectories", ()))
+        if hasattr(self, "trajectories") and not is_told and not sys.is_finalizing():
             self.check_delivered("the trajectory was thrown away")
 
 

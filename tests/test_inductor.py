@@ -33,12 +33,13 @@ def nested_region(problem: Problem) -> Any:
         ("per_sample_times", torch.float64, 1e-10, 1e-14),
         ("digits_dit", torch.float32, 1e-5, 1e-6),
         ("sum_of_values", torch.float32, 1e-5, 1e-6),
+        ("batch_first", torch.float32, 1e-5, 1e-6),
     ],
 )
 def test_gradient_and_values(name: str, dtype: torch.dtype, gradient: float, value: float) -> None:
     problem = PROBLEMS[name](dtype)
     _, want = problem.run(jagg_fx.transform(problem.fn, lowering="reference"))
-    values, got = problem.run(jagg_fx.transform(problem.fn))
+    values, got = problem.run(jagg_fx.transform(problem.fn, capture="whole"))
     unrolled = name == "per_sample_times"  # without a region, Inductor compiles every step by itself
     plain, _ = problem.run(torch.compile(problem.fn, fullgraph=True) if unrolled else nested_region(problem))
     assert relative_error(got, want) < gradient

@@ -547,6 +547,55 @@ def test_copies_and_checkpoints() -> None:
     assert str(parent.load_state_dict(parent.state_dict())) == "<All keys matched successfully>"
 
 
+def test_calls_of_a_step_in_another_order_are_an_error() -> None:
+    case = loop()
+    prompts = torch.randn(2, BATCH, 2 * DIM, dtype=torch.float64)
+    wrapped = jagg_fx.wrap(case.model, num_steps=STEPS, calls_per_step=2)
+    for prompt in prompts:
+        wrapped(case.z[0], case.t[0], prompt)
+    with pytest.raises(jagg_fx.errors.StepMismatchError, match="step 1 come in another order"):
+        wrapped(case.z[1], case.t[1], prompts[1])
+    wrapped.reset()
+
+
+@pytest.mark.parametrize("num_steps", [8, 10])
+def test_a_wrong_number_of_steps_is_noticed(num_steps: int) -> None:
+    case = loop()
+    wrapped = jagg_fx.wrap(case.model, num_steps=num_steps)
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.0)
+
+    def updates() -> None:
+        for _ in range(2):
+            per_step(case.losses(wrapped))
+            optimizer.step()
+
+    with pytest.raises(jagg_fx.errors.PendingStepsError, match="num_steps is the number of trained steps"):
+        updates()
+    wrapped.reset()
+
+
+@pytest.mark.parametrize("backward", [per_step, once])
+def test_compiled_around(backward: Callable[..., None]) -> None:
+    case = loop()
+    want = case.expected(cos_threshold=None)
+    wrapped = jagg_fx.wrap(case.model, num_steps=STEPS, cos_threshold=None)
+    backward(case.losses(torch.compile(wrapped, backend="eager")))
+    assert relative_error(case.gradient(), want) < TOLERANCE
+
+
+def test_bad_velocities_do_not_outlive_their_block() -> None:
+    case = loop()
+    want = case.expected(cos_threshold=None)
+    wrapped = jagg_fx.wrap(case.model, num_steps=STEPS, cos_threshold=None)
+    wrong = [torch.ones(BATCH, DIM, dtype=torch.float64)] * STEPS
+    with pytest.raises(jagg_fx.errors.VelocityMismatchError), wrapped.reuse(velocities=wrong):
+        per_step(case.losses(wrapped))
+    per_step(case.losses(wrapped))
+    assert relative_error(case.gradient(), want) < TOLERANCE
+    with pytest.raises(jagg_fx.errors.OptionError, match="<NoneType>"), wrapped.reuse(velocities=None):  # type: ignore[arg-type]
+        pass
+
+
 def test_leaving_the_block_of_reuse_early_is_an_error() -> None:
     case = loop()
     wrapped = jagg_fx.wrap(case.model, num_steps=STEPS)
