@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 
 import jagg_fx
+from jagg_fx.commands import plan
+from jagg_fx.errors import JaggError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="GRPO post-training of a flow DiT on scikit-learn's digits: plain torch.compile, W=4 and 4 knots in "
         "one run. Prints a table and writes two pictures.",
     )
+    planning = commands.add_parser(
+        "plan",
+        help="where knots go by the schedule alone, and what that saves",
+        description="Place knots by the sampler's schedule alone, before anything was run. The plan that --json prints is what "
+        "jagg_fx.plan.Plan.from_json reads.",
+    )
+    plan.add_arguments(planning)
+    planning.set_defaults(run=plan.main)
     try:
         from jagg_fx.demo import command
     except ModuleNotFoundError as error:
@@ -28,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_arguments(demo)
         demo.set_defaults(run=command.main)
     arguments = parser.parse_args(arguments_given)
-    result: int = arguments.run(arguments)
+    try:
+        result: int = arguments.run(arguments)
+    except (ValueError, JaggError) as error:
+        print(f"jagg-fx {arguments.command}: {error}", file=sys.stderr)
+        return 2
     return result
 
 

@@ -1,5 +1,6 @@
 """Every test starts from a Dynamo without compiled code, fixed seeds, and a cache of its own."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+import jagg_fx  # noqa: F401
+
 _outcomes: dict[Any, bool] = {}  # of the compatibility table's cells
+
+
+@pytest.fixture(autouse=True)
+def _captured_whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of the compiled path must not pass because `transform` settled for another one."""
+    if not request.node.get_closest_marker("falls_back"):
+        log = sys.modules["jagg_fx.transform"].log
+        monkeypatch.setattr(log, "warning", lambda message, *args: pytest.fail(message % args))
 
 
 @pytest.fixture(autouse=True)

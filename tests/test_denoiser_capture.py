@@ -16,6 +16,7 @@ from jagg_fx import errors
 from tests.problems import BATCH, DIM, MLP, PROBLEMS, STEPS, Problem, path, per_sample_times, relative_error, squared
 
 TOLERANCE = 1e-12
+pytestmark = pytest.mark.falls_back
 
 
 def transformed(problem: Problem, **options: Any) -> Any:

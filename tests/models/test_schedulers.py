@@ -68,6 +68,7 @@ def test_what_cannot_be_traced_names_the_line_and_the_fix(make: Any, prepare: An
         jagg_fx.transform(fn, lowering="eager", capture="whole")(*path(torch.float32))
 
 
+@pytest.mark.falls_back
 def test_flow_grpos_lookup_by_value_runs_by_the_denoiser() -> None:
     """The trainer's own step, `index_for_timestep` of every sample: the scheduler's shape that nothing captures."""
     scheduler = FlowMatchEulerDiscreteScheduler()
