@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import jagg_fx
-from jagg_fx.commands import plan
+from jagg_fx.commands import doctor, plan
 from jagg_fx.errors import JaggError
 
 
@@ -28,6 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     plan.add_arguments(planning)
     planning.set_defaults(run=plan.main)
+    checking = commands.add_parser(
+        "doctor",
+        help="what works in this environment",
+        description="Check torch, compiler, device, known bugs of torch and a small rewrite. Exit code 1 if something fails.",
+    )
+    doctor.add_arguments(checking)
+    checking.set_defaults(run=doctor.main)
     try:
         from jagg_fx.demo import command
     except ModuleNotFoundError as error:

@@ -209,6 +209,30 @@ def compile_with_interpreter(gm: fx.GraphModule, inputs: Any, pass_: CustomGraph
         return backend(gm, inputs)
 
 
+def run_on_joint_graph(gm: fx.GraphModule, inputs: Any, pass_: CustomGraphPass, is_done: Callable[[], bool]) -> None:
+    """Trace the joint graph and run `pass_` on it until `is_done()`; nothing is compiled.
+
+    Regions' own joint graphs come first, and are partitioned as ever.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+
+    class _DoneError(Exception):
+        pass
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        pass_(joint.graph)
+        if is_done():
+            raise _DoneError
+        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+    backend = _probe("torch._dynamo.backends.common", "aot_autograd")(
+        fw_compiler=lambda *_: None, bw_compiler=lambda *_: None, partition_fn=partition
+    )
+    functorch_config = importlib.import_module("torch._functorch.config")
+    with functorch_config.patch(enable_autograd_cache=False), _schemas_once(), contextlib.suppress(_DoneError):
+        backend(gm, inputs)
+
+
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Inductor's table: what is written into a joint graph must be decomposed already, as the rest of it is."""
     table: dict[Any, Callable[..., Any]] = _probe("torch._inductor.decomposition", "select_decomp_table")()

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from jagg_fx._compat import compile_with_inductor, compile_with_interpreter
+from jagg_fx._compat import compile_with_inductor, compile_with_interpreter, run_on_joint_graph
 from jagg_fx.config import Chain, Config, Lowering
 from jagg_fx.denoiser import check_denoiser
-from jagg_fx.errors import OptionError
+from jagg_fx.errors import JaggError, OptionError
 from jagg_fx.layouts import denoiser_calls, unify_layouts
 from jagg_fx.outline import outline
 from jagg_fx.passes.manager import JaggPass
@@ -53,6 +53,33 @@ def lower(
         return outputs
 
     return run
+
+
+class PlannedError(JaggError):
+    """A graph was captured and rewritten, and nothing else was asked for."""
+
+
+def plan_only(
+    gm: fx.GraphModule,
+    inputs: Any,
+    config: Config,
+    on_rewrite: Callable[[Rewrite], None],
+    on_calls: Callable[[int], None],
+) -> Any:
+    """Rewrite the joint graph of a captured graph, and stop there.
+
+    Raises:
+        PlannedError: always, unless the passes refuse.
+    """
+    on_calls(len(denoiser_calls(gm)))
+    gm, inputs, _ = unstack_inputs(gm, inputs)
+    example_probe = unify_layouts(gm) if denoiser_calls(gm) else None
+    rewrites: list[Rewrite] = []
+    given = inputs if example_probe is None else [*inputs, example_probe]
+    run_on_joint_graph(gm, given, JaggPass(config, rewrites.append), lambda: bool(rewrites))
+    for rewrite in rewrites:
+        on_rewrite(rewrite)
+    raise PlannedError("planned")
 
 
 def _compile(gm: fx.GraphModule, inputs: Any, pass_: JaggPass, config: Config) -> Any:

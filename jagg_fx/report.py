@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tabulate import tabulate
@@ -11,6 +11,9 @@ from jagg_fx.config import Config
 from jagg_fx.graphs import GraphView, SegmentDecision, StepGraph
 from jagg_fx.plan import Plan
 from jagg_fx.statistics import Numbers, Statistics
+
+if TYPE_CHECKING:
+    from jagg_fx.costs import StepCost
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Rewrite:
         calls_without_gradient: calls of the denoiser on which no output depends with a gradient.
         stages: the graph at the level of steps, before, after each pass, and after; see `jagg_fx.graphs`.
         code: makes readable code of the graphs, by name.
+        costs: counts what one step of each stream costs.
     """
 
     streams: tuple[Stream, ...]
@@ -49,6 +53,7 @@ class Rewrite:
     calls_without_gradient: int
     stages: dict[str, StepGraph] = field(default_factory=dict, compare=False, repr=False)
     code: dict[str, Callable[[], str]] = field(default_factory=dict, compare=False, repr=False)
+    costs: "tuple[Callable[[], StepCost], ...]" = field(default=(), compare=False, repr=False)
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -207,6 +207,7 @@ class Transformed(Generic[P, R]):
         # This function's code is shared by every transformed function; a name of its own keeps their histories apart.
         entry.__code__ = entry.__code__.replace(co_name=f"{describe_function(fn)}_{id(self):x}")
         self._entry = entry
+        self._lower = lower
         self._compiled = self._compile()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -353,6 +354,15 @@ class Transformed(Generic[P, R]):
     def _compile(self) -> Callable[P, R]:
         return compile_isolated(self._entry, self._backend, fullgraph=self._fullgraph, dynamic=self._dynamic)
 
+    def dry_run(self, lower: Callable[..., Any]) -> None:
+        """Hand captured graphs to another function than the one that lowers them; see `jagg_fx.explain`."""
+        self._lower = lower
+        self._config = replace(self._config, placement=self._even_knots())
+
+    def _even_knots(self) -> Any:
+        placement = self._config.placement
+        return placement.budget.calibration() if isinstance(placement, Calibrated) else placement
+
     def recalibrate(self) -> None:
         """Measure again at the next call with gradients, and place the knots anew.
 
@@ -479,7 +489,7 @@ class Transformed(Generic[P, R]):
             raise self._no_steps(f"the captured graph holds no call of it{hint}")
         avoid = {name: value for finding in self._findings for name, value in finding.options.items()}
         config = replace(self._config, options=tuple({**avoid, **dict(self._config.options)}.items()))
-        compiled = lower(gm, inputs, config, self._rewrites.append, self._recorder.record)
+        compiled = self._lower(gm, inputs, config, self._rewrites.append, self._recorder.record)
         if not steps:
             return compiled
         self._captured = True

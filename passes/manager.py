@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from torch import fx
 import jagg_fx
 from jagg_fx._compat import CustomGraphPass
 from jagg_fx.config import Config
+from jagg_fx.costs import cost_of
 from jagg_fx.errors import NoStepsError
-from jagg_fx.graphs import StepGraph
 from jagg_fx.inspect import readable, step_graph
 from jagg_fx.passes.check_eligibility import check_eligibility, check_independent
 from jagg_fx.passes.clean_up import clean_up
@@ -77,6 +78,7 @@ def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
         check_eligibility(gm, stream, numbers)
     stages = {"before": step_graph(gm.graph, streams)}
     code = {"before": readable(gm), **_regions(gm, streams)}
+    costs = tuple(cost_of(gm, steps[0]) for steps in streams)
     plans = [config.plan(len(stream), s, len(streams)) for s, stream in enumerate(streams)]
     covered = _covered(streams)
     planned = [(stream, plan) for stream, plan in zip(streams, plans, strict=True) if plan.segments]
@@ -98,7 +100,7 @@ def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
         log.info(
             "%d steps, backward passes through the denoiser %d -> %d", plan.num_steps, plan.num_steps, len(plan.knots)
         )
-    return _record(streams, plans, covered, calls, stages, code)
+    return replace(_record(streams, plans, covered, calls), stages=stages, code=code, costs=costs)
 
 
 def _decide(
@@ -134,8 +136,6 @@ def _record(
     plans: list[Plan],
     covered: list[torch.Tensor],
     calls: int,
-    stages: dict[str, StepGraph],
-    code: dict[str, Callable[[], str]],
 ) -> Rewrite:
     return Rewrite(
         streams=tuple(
@@ -150,8 +150,6 @@ def _record(
         covered=len(covered),
         covered_elements=sum(int(tensor.numel()) for tensor in covered),
         calls_without_gradient=calls - sum(map(len, streams)),
-        stages=stages,
-        code=code,
     )
 
 

@@ -41,3 +41,15 @@ def test_errors_are_one_line(arguments: str, message: str, capsys: pytest.Captur
     assert error.startswith("jagg-fx plan: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["doctor"]) == 0
+    assert "gradient equal to the reference" in capsys.readouterr().out
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["C++ compiler"]["works"]
+    assert "lowering='eager' works without" in found["C++ compiler"]["found"]
+    assert found["rewrite, eager"]["works"]

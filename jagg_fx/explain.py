@@ -1,0 +1,108 @@
+"""`explain`: what `transform` would do with a function, without running or compiling the denoiser."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from jagg_fx.backend import PlannedError, plan_only
+from jagg_fx.costs import StepCost
+from jagg_fx.errors import JaggError
+from jagg_fx.graphs import GraphView
+from jagg_fx.report import Report
+from jagg_fx.transform import transform
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would be done with a function; `str()` is a table.
+
+    Attributes:
+        report: what would be rewritten, what not and why.
+        calls: calls of the denoisers with gradients that were found.
+        problem: why nothing would be rewritten, or None.
+        costs: of one step of each stream.
+    """
+
+    report: Report
+    calls: int
+    problem: str | None
+    costs: tuple[StepCost, ...]
+
+    @property
+    def graphs(self) -> tuple[GraphView, ...]:
+        """The graph that would run, at the level of steps."""
+        return self.report.graphs_of([self.report.rewrite] if self.report.rewrite else [], None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain Python values."""
+        return {"calls": self.calls, "problem": self.problem, **self._totals(), "report": self.report.to_dict()}
+
+    def _totals(self) -> dict[str, Any]:
+        plans = self.report.rewrite.plans if self.report.rewrite else ()
+        pairs = list(zip(plans, self.costs, strict=True))
+        forward = sum(plan.num_steps * cost.forward_flops for plan, cost in pairs)
+        again = [(len(plan.intermediate), cost) for plan, cost in pairs if self.report.config.guard.is_active]
+        kept = sum(len(plan.knots) * cost.backward_flops for plan, cost in pairs)
+        return {
+            "flops_exact": forward + sum(plan.num_steps * cost.backward_flops for plan, cost in pairs),
+            "flops": forward + kept,
+            "flops_at_most": forward + kept + sum(m * (cost.forward_flops + cost.backward_flops) for m, cost in again),
+            "activation_bytes_exact": sum(plan.num_steps * cost.saved_bytes for plan, cost in pairs),
+            "activation_bytes": sum(len(plan.knots) * cost.saved_bytes for plan, cost in pairs),
+            "predicted_errors": [plan.predicted_error for plan in plans],
+        }
+
+    def __str__(self) -> str:
+        rows = self.report.rows()
+        if self.problem is not None:
+            names = ", ".join(self.report.denoisers)
+            rows = [*rows[:2], ("calls found", f"{self.calls} of {names}"), ("problem", self.problem)]
+        elif self.costs:
+            t = self._totals()
+            most = f", at most {t['flops_at_most']:.3g}" if t["flops_at_most"] > t["flops"] else ""
+            rows += [
+                (
+                    "FLOPs",
+                    f"{t['flops_exact']:.3g} -> {t['flops']:.3g} ({t['flops'] / max(t['flops_exact'], 1):.2f}){most}",
+                ),
+                (
+                    "activations",
+                    f"{t['activation_bytes_exact'] / 2**20:,.0f} MiB -> {t['activation_bytes'] / 2**20:,.0f} MiB",
+                ),
+            ]
+        table: str = tabulate(
+            rows, headers=["jagg_fx", "explain"], tablefmt="simple", disable_numparse=True, maxcolwidths=[None, 100]
+        )
+        return table
+
+
+def explain(fn: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None, **options: Any) -> Explanation:
+    """Capture and plan a call of `fn` without running or compiling anything: tensors may be on the meta device.
+
+    Args:
+        fn: the function, as `transform` takes it.
+        args, kwargs: of one call. Models and tensors on the meta device need no memory: `with torch.device("meta"): ...`.
+        options: as in `transform`. Knots that a measurement would place are shown where it would measure: evenly.
+
+    Returns:
+        What would be rewritten, what not and why, with predicted operations and activation memory. Where nothing would be, the
+        nearest miss is its `problem`.
+
+    Raises:
+        OptionError, PlanError: an option that cannot be used.
+    """
+    fast = transform(fn, **{**options, "lowering": "eager", "capture": "whole"})
+    found: list[int] = []
+    fast.dry_run(lambda gm, inputs, config, on_rewrite, _: plan_only(gm, inputs, config, on_rewrite, found.append))
+    problem = None
+    try:
+        fast(*args, **(kwargs or {}))
+    except PlannedError:
+        pass
+    except JaggError as error:
+        problem = str(error)
+    rewrite = fast.report.rewrite
+    costs = tuple(cost() for cost in rewrite.costs) if rewrite else ()
+    return Explanation(fast.report, sum(found), problem, costs)
