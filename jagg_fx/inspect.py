@@ -40,8 +40,8 @@ def readable(gm: fx.GraphModule) -> Callable[[], str]:
     """What prints the graph as it is now, and takes the time for it only when it is called."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(gm.graph, {}))
-    frozen = fx.GraphModule(gm, copy)
-    return lambda: str(frozen.print_readable(print_output=False, include_stride=False))
+    held = {str(node.target): getattr(gm, str(node.target)) for node in gm.graph.nodes if node.op == "get_attr"}
+    return lambda: str(fx.GraphModule(held, copy).print_readable(print_output=False, include_stride=False))
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:
