@@ -83,7 +83,8 @@ def explain(fn: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None
 
     Args:
         fn: the function, as `transform` takes it.
-        args, kwargs: of one call. Models and tensors on the meta device need no memory: `with torch.device("meta"): ...`.
+        args, kwargs: of one call. Models and tensors on the meta device need no memory: `with torch.device("meta"): ...`. There
+            attention is not fused, so that more activations are counted than a GPU keeps.
         options: as in `transform`. Knots that a measurement would place are shown where it would measure: evenly.
 
     Returns:
