@@ -5,10 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
 import jagg_fx  # noqa: F401
+
+# No test depends on how fast a busy machine is.
+hypothesis.settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("unhurried")
 
 _outcomes: dict[Any, bool] = {}  # of the compatibility table's cells
 
