@@ -27,7 +27,7 @@ from jagg_fx.errors import (
 )
 from jagg_fx.jacobian_sizes import JacobianSizes
 from jagg_fx.region import replaced_forward
-from jagg_fx.report import Rewrite, Stream
+from jagg_fx.report import Rewrite
 from jagg_fx.statistics import Plans
 from jagg_fx.structure import Output, detached, map_tensors, tensors_in
 from jagg_fx.trajectory import Runner, Step, Trajectory, make_anchor, record, records_below, tie
@@ -183,8 +183,7 @@ class _Run:
             for k, step in enumerate(self.steps)
             if foreseen[k] == (foreseen[n][0], True)
         ]
-        value = self._velocities.value(n, like.values[0], runner.time.read(args, kwargs), before)
-        return lambda *_, **__: like.rebuilt([value])
+        return self._velocities.instead(n, like, runner.time.read(args, kwargs), before)
 
     def finish(self, outputs: Any) -> tuple[Any, Rewrite, bool]:
         """Decide, run again what must be, and let the outputs lead to the knots. Also whether this run measures."""
@@ -227,8 +226,7 @@ class _Run:
                 elif self.steps[n].graph is None or measures:
                     trajectory.run_again(i)
                 if i in plan.knots and self._velocities is not None:
-                    self._velocities.check_values(self.steps[n].output.values, call)
-                    self._velocities.check(n, trajectory.fresh(i), call)
+                    self._velocities.check(n, self.steps[n].graph or (), call)
             if plan.segments:
                 trajectory.decide(plan, sorted(set.intersection(*(slots[n] for n in own))))
             tokens.append(
@@ -240,28 +238,15 @@ class _Run:
                 step.graph = None
         capture.foreseen = list(foreseen.values())
         outputs = map_tensors(outputs, lambda output: tie(output, tokens) if output.grad_fn is not None else output)
-        return outputs, self._rewrite(len(self.steps) - len(slots)), measures
+        rewrite = Rewrite.of_modules(
+            [trajectory.stream() for trajectory in self.trajectories],
+            [runner.denoiser for runner in capture._runners],
+            self._without_gradients + len(self.steps) - len(slots),
+        )
+        return outputs, rewrite, measures
 
     def _notes(self, reached: dict[Any, set[int]]) -> list[tuple[int, Any]]:
         return [(note.args[0], note) for note in reached if note.func == self._arrive_cotangents]
-
-    def _rewrite(self, unused: int) -> Rewrite:
-        parameters = {id(p): p for runner in self._capture._runners for p in runner.denoiser.parameters()}
-        trained = [p for p in parameters.values() if p.requires_grad]
-        return Rewrite(
-            streams=tuple(
-                Stream(
-                    trajectory.steps[0].note.denoiser,
-                    trajectory.plan,
-                    trajectory.steps[0].note.arguments,
-                    tuple(i for i, step in enumerate(trajectory.steps) if step.note.is_cut),
-                )
-                for trajectory in self.trajectories
-            ),
-            covered=len(trained),
-            covered_elements=sum(p.numel() for p in trained),
-            calls_without_gradient=self._without_gradients + unused,
-        )
 
     def _begin_backward(self) -> None:
         if self._backward != backward_id():  # an earlier one may have stopped halfway

@@ -286,6 +286,11 @@ class Calibrated:
                 return plans[stream]
         raise NotCalibratedError(num_steps, str(self.budget))
 
+    @property
+    def latest(self) -> tuple[Plan, ...]:
+        """The newest plans; empty before the first measurement."""
+        return self.plans[-1] if self.plans else ()
+
     def with_plans(self, plans: tuple[Plan, ...]) -> "Calibrated":
         steps = [plan.num_steps for plan in plans]
         others = tuple(old for old in self.plans if [plan.num_steps for plan in old] != steps)

@@ -133,12 +133,8 @@ def run(
     if config.debias is not None:  # the draws above were put back for the function's own: the next call must draw anew
         for part in measuring.streams:
             guard.draw(part.plan, part.steps[0].values[0].device)
-    parameters = {id(p): p for denoiser, _ in denoisers for p in denoiser.parameters() if p.requires_grad}
-    record = Rewrite(
-        streams=tuple(part.record() for part in measuring.streams),
-        covered=len(parameters),
-        covered_elements=sum(p.numel() for p in parameters.values()),
-        calls_without_gradient=len(calls) - len(steps),
+    record = Rewrite.of_modules(
+        [part.record() for part in measuring.streams], [denoiser for denoiser, _ in denoisers], len(calls) - len(steps)
     )
     return outputs, record, measuring.streams
 
@@ -351,9 +347,7 @@ class _StreamRun:
         self._sizes: JacobianSizes | None = None
 
     def record(self) -> Stream:
-        first = self.steps[0].note
-        cut = tuple(i for i, step in enumerate(self.steps) if step.note.is_cut)
-        return Stream(first.denoiser, self.plan, first.arguments, cut)
+        return Stream.of(self.plan, [step.note for step in self.steps])
 
     def decide(self, config: Config) -> None:
         """Weights, scores and factors, by the values alone."""

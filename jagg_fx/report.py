@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tabulate import tabulate
+from torch import nn
 
 from jagg_fx.config import Config
 from jagg_fx.graphs import GraphView, SegmentDecision, StepGraph
@@ -14,6 +15,7 @@ from jagg_fx.statistics import Numbers, Statistics
 
 if TYPE_CHECKING:
     from jagg_fx.costs import StepCost
+    from jagg_fx.region import CallNote
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class Stream:
     plan: Plan
     arguments: tuple[str, ...]
     cut: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan, notes: "Sequence[CallNote]") -> "Stream":
+        """From what is noted of each of its steps."""
+        cut = tuple(i for i, note in enumerate(notes) if note.is_cut)
+        return cls(notes[0].denoiser, plan, notes[0].arguments, cut)
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,15 @@ class Rewrite:
     stages: dict[str, StepGraph] = field(default_factory=dict, compare=False, repr=False)
     code: dict[str, Callable[[], str]] = field(default_factory=dict, compare=False, repr=False)
     costs: "tuple[Callable[[], StepCost], ...]" = field(default=(), compare=False, repr=False)
+
+    @classmethod
+    def of_modules(
+        cls, streams: Sequence[Stream], denoisers: Sequence[nn.Module], calls_without_gradient: int
+    ) -> "Rewrite":
+        """Of a rewrite without a joint graph: it covers the denoisers' trained parameters."""
+        trained = {id(p): p for denoiser in denoisers for p in denoiser.parameters() if p.requires_grad}
+        elements = sum(p.numel() for p in trained.values())
+        return cls(tuple(streams), len(trained), elements, calls_without_gradient)
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -40,6 +40,7 @@ from jagg_fx.errors import (
 from jagg_fx.jacobian_sizes import JacobianSizes
 from jagg_fx.plan import Plan
 from jagg_fx.region import CallNote
+from jagg_fx.report import Stream
 from jagg_fx.statistics import pack
 from jagg_fx.streams import kind_of
 from jagg_fx.structure import Output, map_tensors, tensors_in
@@ -362,14 +363,11 @@ class Trajectory:
             self.steps[i].args, self.steps[i].kwargs, self.steps[i].operands = (), {}, []
 
     def run_again(self, i: int) -> None:
-        sizes = self._sizes.at(i) if self._sizes is not None and i in self.plan.knots else None
-        self._runner.run_again(self.steps[i], sizes)
+        self._runner.run_again(self.steps[i], self.measured_call(i))
 
-    def fresh(self, i: int) -> Tensor:
-        """The first value of a step that ran with its graph."""
-        graph = self.steps[i].graph
-        assert graph is not None
-        return graph[0].detach()
+    def measured_call(self, i: int) -> Callable[..., Any] | None:
+        """What runs the denoiser at a knot whose Jacobian is measured; None at other steps."""
+        return self._sizes.at(i) if self._sizes is not None and i in self.plan.knots else None
 
     def exact(self, window: Plan) -> list[int]:
         """The window's intermediate steps that keep a VJP."""
@@ -433,6 +431,10 @@ class Trajectory:
 
     def forget_deliveries(self) -> None:
         self._delivered = set()
+
+    def stream(self) -> Stream:
+        """For the report."""
+        return Stream.of(self.plan, [step.note for step in self.steps])
 
     def _composites(
         self, places: Sequence[tuple[int, int]], needs_all: bool, before: Callable[[], None]

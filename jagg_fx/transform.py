@@ -357,11 +357,8 @@ class Transformed(Generic[P, R]):
     def dry_run(self, lower: Callable[..., Any]) -> None:
         """Hand captured graphs to another function than the one that lowers them; see `jagg_fx.explain`."""
         self._lower = lower
-        self._config = replace(self._config, placement=self._even_knots())
-
-    def _even_knots(self) -> Any:
-        placement = self._config.placement
-        return placement.budget.calibration() if isinstance(placement, Calibrated) else placement
+        if isinstance(self._config.placement, Calibrated):
+            self._config = self._config.calibration()
 
     def recalibrate(self) -> None:
         """Measure again at the next call with gradients, and place the knots anew.
@@ -403,7 +400,7 @@ class Transformed(Generic[P, R]):
             self._finish_calibration()
         placement = self._config.placement
         if isinstance(placement, Calibrated):
-            return placement.plans[-1] if placement.plans else ()
+            return placement.latest
         return self._rewrites[-1].plans if self._rewrites else ()
 
     @property

@@ -1,13 +1,15 @@
 """A rollout's own velocities in place of the forward of intermediate steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jagg_fx import interpolation
 from jagg_fx.errors import OptionError, VelocityMismatchError
+from jagg_fx.structure import Output
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,20 @@ class Velocities:
                 "velocity of each, in the order of the calls: a list, or a tensor [calls, B, *]."
             )
 
-    @staticmethod
-    def check_values(values: Sequence[Tensor], call: str) -> None:
+    def check(self, n: int, values: Sequence[Tensor], call: str) -> None:
+        """Compare what a knot returned with what is given; waits for the device.
+
+        Raises:
+            OptionError: the denoiser returns other than one floating-point tensor.
+            VelocityMismatchError: another value, or another shape.
+        """
         if len(values) != 1:
             raise OptionError(
                 f"{call}.reuse(velocities=...): the denoiser returns {len(values)} floating-point tensors, and one velocity is "
                 "given. Leave reuse out."
             )
 
-    def check(self, n: int, fresh: Tensor, call: str) -> None:
-        """Compare a knot's value with the given one; waits for the device. Raises `VelocityMismatchError`."""
-        given = self.values[n]
+        given, fresh = self.values[n], values[0].detach()
         if given.shape != fresh.shape:
             raise VelocityMismatchError.shape(call, n, list(given.shape), list(fresh.shape))
         if self.extrapolate:
@@ -64,14 +69,20 @@ class Velocities:
         if not float(difference) <= limit:
             raise VelocityMismatchError.value(call, n, float(difference), limit)
 
-    def value(self, n: int, like: Tensor, time: Tensor, knots: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
-        """The value of call `n`.
+    def instead(
+        self, n: int, like: Output, time: Tensor, knots: Sequence[tuple[int, Tensor, Tensor]]
+    ) -> Callable[..., Any]:
+        """What returns the value of call `n` in the denoiser's place.
 
         Args:
-            like: a value of the denoiser: its dtype and device are taken.
+            like: an output of the denoiser: its structure, dtype and device are taken.
             time: of the call.
             knots: number, time and fresh value of the calls that ran before.
         """
+        value = self._value(n, like.values[0], time, knots)
+        return lambda *_, **__: like.rebuilt([value])
+
+    def _value(self, n: int, like: Tensor, time: Tensor, knots: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
         given = self.values[n].to(like)
         if not self.extrapolate:
             return given

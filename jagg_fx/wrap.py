@@ -219,13 +219,7 @@ class Wrapped(nn.Module):
 
     def _describe(self, plans: Sequence[Plan], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rewrite:
         arguments = self._runner.time.given(args, kwargs)
-        trained = [parameter for parameter in self.original.parameters() if parameter.requires_grad]
-        return Rewrite(
-            streams=tuple(Stream(0, plan, arguments) for plan in plans),
-            covered=len(trained),
-            covered_elements=sum(parameter.numel() for parameter in trained),
-            calls_without_gradient=0,
-        )
+        return Rewrite.of_modules([Stream(0, plan, arguments) for plan in plans], [self.original], 0)
 
     def _check_delivered(self, event: str) -> None:
         for run in list(self._runs):
@@ -298,7 +292,7 @@ class Wrapped(nn.Module):
         """The plan of each call of a step. Empty, with `knots=K`, before the second trajectory began."""
         placement = self._config.placement
         if isinstance(placement, Calibrated):
-            return placement.plans[-1] if placement.plans else ()
+            return placement.latest
         return tuple(self._config.plans([self._num_steps] * self._calls_per_step))
 
     @property
@@ -423,15 +417,17 @@ class _Run:
         self.velocities = velocities
         runner.look()
         self._anchor = make_anchor(runner.device)
-        self._sizes = [
-            JacobianSizes(runner.denoiser, functools.partial(torch.func.functional_call, runner.denoiser))
-            if measures_jacobians
-            else None
-            for _ in plans
-        ]
+        run = functools.partial(torch.func.functional_call, runner.denoiser)
         self.trajectories = [
-            Trajectory(plan, config, runner, self._anchor, together, sizes)
-            for plan, sizes in zip(plans, self._sizes, strict=True)
+            Trajectory(
+                plan,
+                config,
+                runner,
+                self._anchor,
+                together,
+                JacobianSizes(runner.denoiser, run) if measures_jacobians else None,
+            )
+            for plan in plans
         ]
         self._adapters = active(runner.layers)
         self._is_recorded_already = False
@@ -474,15 +470,14 @@ class _Run:
         return record(step.output, self._anchor, functools.partial(self._arrive, s, i), token)
 
     def _run(self, number: int, s: int, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, Any]:
-        trajectory, sizes, given = self.trajectories[s], self._sizes[s], self.velocities
+        trajectory, given = self.trajectories[s], self.velocities
         is_knot = i in trajectory.plan.knots
-        call = sizes.at(i) if sizes is not None and is_knot else None
+        call = trajectory.measured_call(i)
         if given is not None and not is_knot:
             call = self._given(number, s, args, kwargs)
         step, output = self._runner.step(args, kwargs, with_graph=is_knot, call=call)
         if given is not None and is_knot:
-            given.check_values(step.output.values, self._name)
-            given.check(number, step.output.values[0], self._name)
+            given.check(number, step.output.values, self._name)
         return step, output
 
     def _given(self, number: int, s: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -491,10 +486,7 @@ class _Run:
         steps, knots = self.trajectories[s].steps, self.trajectories[s].plan.knots
         streams = len(self.trajectories)
         before = [(k * streams + s, steps[k].time, steps[k].output.values[0]) for k in knots if k < len(steps)]
-        like = steps[0].output
-        time = self._runner.time.read(args, kwargs)
-        value = self.velocities.value(number, like.values[0], time, before)
-        return lambda *_, **__: like.rebuilt([value])
+        return self.velocities.instead(number, steps[0].output, self._runner.time.read(args, kwargs), before)
 
     def _check(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         time, tensors = self._runner.time, tensors_in([list(args), kwargs])

@@ -139,13 +139,7 @@ def _record(
 ) -> Rewrite:
     return Rewrite(
         streams=tuple(
-            Stream(
-                denoiser=steps[0].note.denoiser,
-                plan=plan,
-                arguments=steps[0].note.arguments,
-                cut=tuple(step.index for step in steps if step.note.is_cut),
-            )
-            for steps, plan in zip(streams, plans, strict=True)
+            Stream.of(plan, [step.note for step in steps]) for steps, plan in zip(streams, plans, strict=True)
         ),
         covered=len(covered),
         covered_elements=sum(int(tensor.numel()) for tensor in covered),
