@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from jagg_fx.passes.find_steps import Step, handed_back, region_name
+from jagg_fx.passes.find_steps import Step, handed_back
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,12 @@ class StepCost:
     saved_bytes: int
 
 
-def cost_of(gm: fx.GraphModule, step: Step) -> Callable[[], StepCost]:
-    """What counts, when it is called, the cost of a step as it is now."""
-    forward, backward = (_frozen(getattr(gm, region_name(call)).graph) for call in (step.forward, step.backward))
+def cost_of(gm: fx.GraphModule, step: Step, forward: fx.Graph, backward: fx.Graph) -> Callable[[], StepCost]:
+    """What counts, when it is called, the cost of a step as it is now.
+
+    Args:
+        forward, backward: copies of what its region computes.
+    """
     outputs = step.forward.meta["val"]
     parameters = set(handed_back(gm, step.forward))
     kept = [x for k, x in enumerate(outputs) if k >= len(step.cotangent_positions) and k not in parameters]
@@ -37,12 +40,6 @@ def cost_of(gm: fx.GraphModule, step: Step) -> Callable[[], StepCost]:
         return StepCost(_flops(forward), _flops(backward), saved)
 
     return cost
-
-
-def _frozen(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
 
 
 def _flops(graph: fx.Graph) -> int:

@@ -1,6 +1,7 @@
 """Read a joint graph at the level of steps: a node per call of the denoiser, not thousands of operators."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -36,12 +37,28 @@ def step_graph(graph: fx.Graph, streams: Sequence[Sequence[Step]]) -> StepGraph:
     return StepGraph(tuple(nodes))
 
 
-def readable(gm: fx.GraphModule) -> Callable[[], str]:
-    """What prints the graph as it is now, and takes the time for it only when it is called."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(gm.graph, {}))
-    held = {str(node.target): getattr(gm, str(node.target)) for node in gm.graph.nodes if node.op == "get_attr"}
-    return lambda: str(fx.GraphModule(held, copy).print_readable(print_output=False, include_stride=False))
+@dataclass(frozen=True)
+class Frozen:
+    """A graph as it was at one moment: later passes change the original.
+
+    Attributes:
+        graph: a copy of its nodes.
+        held: the modules and constants that they name.
+    """
+
+    graph: fx.Graph
+    held: dict[str, Any]
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule) -> "Frozen":
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(gm.graph, {}))
+        names = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
+        return cls(graph, {name: getattr(gm, name) for name in names})
+
+    def code(self) -> str:
+        """Readable code; printing it takes its time."""
+        return str(fx.GraphModule(self.held, self.graph).print_readable(print_output=False, include_stride=False))
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:

@@ -192,6 +192,23 @@ class _Flux:
         mean, std = sampler.step(v, states[j], self.sigmas[j], self.sigmas[j + 1], self.sigmas[1])
         return sampler.log_prob(states[j + 1], mean, std)
 
+    def train(
+        self,
+        training: _Accumulation,
+        sampler: Sampler,
+        rows: Sequence[int],
+        rollouts: Sequence[Rollout],
+        advantages: Tensor,
+        orders: Sequence[Sequence[int]],
+    ) -> None:
+        """Sample after sample, with a backward for each step of its order."""
+        samples = zip(rows, rollouts, advantages.split(1), orders, strict=True)
+        for row, (states, old_log_probs), advantage, order in samples:
+            for j in order:
+                log_prob, old = self.log_prob(sampler, states, j, row), old_log_probs[:, j]
+                training.backward(log_prob, old, advantage)
+                training.step()
+
     def _velocity(self, x: Tensor, s: Tensor, row: int) -> Tensor:
         conditions = self.prompts.conditions
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
@@ -235,11 +252,7 @@ def dance_grpo(
     orders = [_permutation(steps - 1, generator)[:trained].tolist() for _ in rows]
 
     training = _Accumulation(denoiser, optimizer, accumulation * trained)
-    for row, (states, old_log_probs), advantage, order in zip(rows, rollouts, advantages.split(1), orders, strict=True):
-        for j in order:
-            log_prob, old = flux.log_prob(sampler, states, j, row), old_log_probs[:, j]
-            training.backward(log_prob, old, advantage)
-            training.step()
+    flux.train(training, sampler, rows, rollouts, advantages, orders)
     return training.updates
 
 
@@ -269,11 +282,7 @@ def mix_grpo(
         samplers = [sampler if j in inside else Euler() for j in range(steps)]
         rollouts = [flux.rollout(samplers, prompts.noise(1, generator), row, generator) for row in rows]
         advantages = group_advantages(reward(torch.cat([sample.latents[-1] for sample in rollouts])), group)
-        for row, (states, old_log_probs), advantage in zip(rows, rollouts, advantages.split(1), strict=True):
-            for j in inside:
-                log_prob, old = flux.log_prob(sampler, states, j, row), old_log_probs[:, j]
-                training.backward(log_prob, old, advantage)
-                training.step()
+        flux.train(training, sampler, rows, rollouts, advantages, [inside] * len(rows))
     return training.updates
 
 

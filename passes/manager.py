@@ -15,7 +15,7 @@ from jagg_fx._compat import CustomGraphPass
 from jagg_fx.config import Config
 from jagg_fx.costs import cost_of
 from jagg_fx.errors import NoStepsError
-from jagg_fx.inspect import readable, step_graph
+from jagg_fx.inspect import Frozen, step_graph
 from jagg_fx.passes.check_eligibility import check_eligibility, check_independent
 from jagg_fx.passes.clean_up import clean_up
 from jagg_fx.passes.drop_saved import drop_saved
@@ -77,8 +77,13 @@ def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
     for stream in streams:
         check_eligibility(gm, stream, numbers)
     stages = {"before": step_graph(gm.graph, streams)}
-    code = {"before": readable(gm), **_regions(gm, streams)}
-    costs = tuple(cost_of(gm, steps[0]) for steps in streams)
+    code = {"before": Frozen.of(gm).code}
+    costs = []
+    for s, steps in enumerate(streams):
+        of = f"stream {s}, " if len(streams) > 1 else ""
+        forward, backward = _regions(gm, steps)
+        code |= {f"{of}denoiser, forward": forward.code, f"{of}denoiser, backward": backward.code}
+        costs.append(cost_of(gm, steps[0], forward.graph, backward.graph))
     plans = [config.plan(len(stream), s, len(streams)) for s, stream in enumerate(streams)]
     covered = _covered(streams)
     planned = [(stream, plan) for stream, plan in zip(streams, plans, strict=True) if plan.segments]
@@ -93,14 +98,14 @@ def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
     stages["drop_saved"] = step_graph(gm.graph, streams)
     clean_up(gm)
     stages["after"] = step_graph(gm.graph, streams)
-    code["after"] = readable(gm)
+    code["after"] = Frozen.of(gm).code
     for when in ("before", "after"):
         log.debug("steps %s the rewrite:\n%s", when, stages[when])
     for plan in plans:
         log.info(
             "%d steps, backward passes through the denoiser %d -> %d", plan.num_steps, plan.num_steps, len(plan.knots)
         )
-    return replace(_record(streams, plans, covered, calls), stages=stages, code=code, costs=costs)
+    return replace(_record(streams, plans, covered, calls), stages=stages, code=code, costs=tuple(costs))
 
 
 def _decide(
@@ -121,14 +126,10 @@ def _covered(streams: list[list[Step]]) -> list[torch.Tensor]:
     return [tensor for operand in covered if isinstance(tensor := value(operand), torch.Tensor)]
 
 
-def _regions(gm: fx.GraphModule, streams: list[list[Step]]) -> dict[str, Callable[[], str]]:
-    """What each stream's denoiser computes, forward and backward."""
-    names = {}
-    for s, steps in enumerate(streams):
-        of = f"stream {s}, " if len(streams) > 1 else ""
-        names[f"{of}denoiser, forward"] = region_name(steps[0].forward)
-        names[f"{of}denoiser, backward"] = region_name(steps[0].backward)
-    return {title: readable(getattr(gm, name)) for title, name in names.items()}
+def _regions(gm: fx.GraphModule, steps: list[Step]) -> tuple[Frozen, Frozen]:
+    """What a stream's denoiser computes, forward and backward."""
+    forward, backward = (Frozen.of(getattr(gm, region_name(call))) for call in (steps[0].forward, steps[0].backward))
+    return forward, backward
 
 
 def _record(
