@@ -7,8 +7,9 @@ sentence instead of an `ImportError` from deep inside.
 import contextlib
 import importlib
 import inspect
+import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -180,14 +181,69 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Any, pass_: CustomGraphPas
     }
     functorch_config = importlib.import_module("torch._functorch.config")
     with functorch_config.patch(enable_autograd_cache=False), _schemas_once():
-        return _probe("torch._inductor.compile_fx", "compile_fx")(gm, inputs, config_patches=patches)
+        compile_fx = _probe("torch._inductor.compile_fx", "compile_fx")
+        return compile_fx(gm, inputs, inner_compile=_compile_with_ranges, config_patches=patches)
+
+
+def _compile_with_ranges(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    """Inductor's own compiler of one graph, forward or backward."""
+    with _ranges_in_generated_code():
+        return _probe("torch._inductor.compile_fx", "compile_fx_inner")(gm, inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def _ranges_in_generated_code() -> Iterator[None]:
+    """Write a profiler range around each call and branch whose node names one; Inductor drops the operators for that."""
+    codegen: Any = _probe("torch._inductor.codegen.wrapper", "PythonWrapperCodegen")
+    targets = {"codegen_invoke_subgraph": invoke_subgraph, "codegen_conditional": cond}
+    own = {name: getattr(codegen, name) for name in targets}
+
+    def in_range(write: Callable[[Any, Any], None], target: Any) -> Callable[[Any, Any], None]:
+        def write_in_range(wrapper: Any, call: Any) -> None:
+            name = _range_among(call.origins, target)
+            if name is None or wrapper.supports_intermediate_hooks is False:  # a wrapper in C++
+                write(wrapper, call)
+                return
+            wrapper.writeline(f"range_ = torch.ops.profiler._record_function_enter_new({name!r}, None)")
+            write(wrapper, call)
+            wrapper.writeline("torch.ops.profiler._record_function_exit._RecordFunction(range_)")
+
+        return write_in_range
+
+    for name, write in own.items():
+        setattr(codegen, name, in_range(write, targets[name]))
+    try:
+        yield
+    finally:
+        for name, write in own.items():
+            setattr(codegen, name, write)
+
+
+RANGE = "jagg_fx_range"  # where a node's meta["custom"] holds the name of its profiler range
+
+
+def _range_of(node: fx.Node) -> str | None:
+    name: str | None = node.meta.get("custom", {}).get(RANGE)
+    return name
+
+
+def _range_among(origins: Iterable[fx.Node], target: Any) -> str | None:
+    """Of the nodes that generated code comes from, the call's own."""
+    return next(filter(None, (_range_of(node) for node in origins if node.target is target)), None)
 
 
 def compile_with_interpreter(gm: fx.GraphModule, inputs: Any, pass_: CustomGraphPass) -> Any:
     """Run AOTAutograd with `pass_` on its joint graph, then interpret the partitioned graphs."""
     from functorch.compile import min_cut_rematerialization_partition
 
-    interpret = _probe("torch._dynamo.backends.debugging", "boxed_nop")
+    def interpret(graph: fx.GraphModule, _: Any) -> Any:
+        interpreter = _InterpreterWithRanges(graph)
+
+        def run(inputs: list[Any]) -> Any:
+            return interpreter.boxed_run(inputs)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         pass_(joint.graph)
@@ -207,6 +263,15 @@ def compile_with_interpreter(gm: fx.GraphModule, inputs: Any, pass_: CustomGraph
     functorch_config = importlib.import_module("torch._functorch.config")
     with functorch_config.patch(enable_autograd_cache=False), _schemas_once():
         return backend(gm, inputs)
+
+
+class _InterpreterWithRanges(fx.Interpreter):
+    """Runs a graph; calls and branches whose node names a profiler range run within it."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        name = _range_of(n)
+        with contextlib.nullcontext() if name is None else torch.profiler.record_function(name):
+            return super().run_node(n)
 
 
 def run_on_joint_graph(gm: fx.GraphModule, inputs: Any, pass_: CustomGraphPass, is_done: Callable[[], bool]) -> None:
@@ -231,6 +296,24 @@ def run_on_joint_graph(gm: fx.GraphModule, inputs: Any, pass_: CustomGraphPass, 
     functorch_config = importlib.import_module("torch._functorch.config")
     with functorch_config.patch(enable_autograd_cache=False), _schemas_once(), contextlib.suppress(_DoneError):
         backend(gm, inputs)
+
+
+def disabled_passes() -> str:
+    """Inductor's passes that are switched off, as TORCHINDUCTOR_DISABLED_PASSES names them."""
+    config = importlib.import_module("torch._inductor.config")
+    return str(getattr(config, "disabled_passes", ""))
+
+
+def observed(gm: fx.GraphModule, name: str) -> contextlib.AbstractContextManager[Any]:
+    """Let torch see a pass: it draws the graph before and after it, and follows where nodes come from, where it is asked to."""
+    observer: Any = _probe("torch.fx.passes.graph_transform_observer", "GraphTransformObserver")
+    return observer(gm, name)  # type: ignore[no-any-return]
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Hand a text to torch's structured trace (TORCH_TRACE), where tlparse shows it; made only if one is written."""
+    trace_structured = _probe("torch._logging", "trace_structured")
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -305,14 +388,26 @@ def stable_topological_sort(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def _schemas_once() -> Iterator[None]:
-    """Compute a region's schema once per subgraph. Torch asks for it at every call and traces the subgraph to answer."""
+    """Compute a region's schema once per subgraph, and from its graph where it is made of operators already.
+
+    Torch (before 2.13 at every call) traces the subgraph to answer, also a backward that it has just traced.
+    """
     known: dict[Any, Any] = {}
     compute = invoke_subgraph.gen_schema
+    utils: Any = importlib.import_module("torch._higher_order_ops.utils")
+    trace = _probe("torch._higher_order_ops.utils", "materialize_as_graph")
+
+    def materialised(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return fn if _is_made_of_operators(fn) else trace(fn, *args, **kwargs)
 
     def gen_schema(subgraph: Any, identifier: Any, *operands: Any) -> Any:
-        key = (subgraph, identifier, tuple(map(type, operands)))
+        key = (subgraph, tuple(map(type, operands)))
         if key not in known:
-            known[key] = compute(subgraph, identifier, *operands)
+            utils.materialize_as_graph = materialised
+            try:
+                known[key] = compute(subgraph, identifier, *operands)
+            finally:
+                utils.materialize_as_graph = trace
         return known[key]
 
     invoke_subgraph.gen_schema = gen_schema
@@ -320,6 +415,15 @@ def _schemas_once() -> Iterator[None]:
         yield
     finally:
         del invoke_subgraph.gen_schema
+
+
+def _is_made_of_operators(fn: Any) -> bool:
+    """Whether it is a graph of torch's operators, with the fake values that came out of each."""
+    return isinstance(fn, fx.GraphModule) and all(
+        "val" in node.meta and (node.op == "placeholder" or isinstance(node.target, torch._ops.OpOverload))
+        for node in fn.graph.nodes
+        if node.op != "output" and node.target is not operator.getitem
+    )
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from jagg_fx._compat import compile_with_inductor, compile_with_interpreter, run_on_joint_graph
-from jagg_fx.config import Chain, Config, Lowering
+from jagg_fx._compat import compile_with_inductor, compile_with_interpreter, run_on_joint_graph, trace_artifact
+from jagg_fx.config import Chain, Config, Lowering, Pass
 from jagg_fx.denoiser import check_denoiser
 from jagg_fx.errors import JaggError, OptionError
 from jagg_fx.layouts import denoiser_calls, unify_layouts
@@ -45,10 +45,12 @@ def lower(
     for rewrite in rewrites:
         on_rewrite(rewrite)
 
+    is_recorded = Pass.RECORD_STATISTICS not in config.disabled
+
     def run(*inputs: Any) -> Any:
         probe = make_probe(example_probe.numel(), example_probe.device)
         outputs = compiled(*unstack(inputs), probe)
-        if rewrites and any(plan.segments for plan in rewrites[0].plans):
+        if is_recorded and rewrites and any(plan.segments for plan in rewrites[0].plans):
             on_backward(outputs, probe, functools.partial(on_statistics, rewrites[0].plans))
         return outputs
 
@@ -115,6 +117,8 @@ def jagg(gm: fx.GraphModule, inputs: Any, *, options: Mapping[str, Any] | None =
         log.warning("no call of a trainable module in this graph: it is compiled as it is, nothing is rewritten")
 
     def report(rewrite: Rewrite) -> None:
-        log.info("%s", Report("fn", (name,), config, rewrite, 1))
+        found = Report("fn", (name,), config, rewrite, 1)
+        log.info("%s", found)
+        trace_artifact("jagg_fx_report", lambda: str(found))
 
     return lower(gm, inputs, config, report, lambda plans, packed: None)

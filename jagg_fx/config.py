@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from jagg_fx._compat import disabled_passes
 from jagg_fx.errors import OptionError
 from jagg_fx.guard import DEFAULT_COS_THRESHOLD, Guard, check_debias
 from jagg_fx.plan import (
@@ -39,6 +40,15 @@ class Capture(enum.StrEnum):
     DENOISER = "denoiser"
 
 
+class Pass(enum.StrEnum):
+    """A pass on the joint graph that can be left out."""
+
+    INTERPOLATE_VJPS = "interpolate_vjps"
+    ROUTE_SEGMENTS = "route_segments"
+    RECORD_STATISTICS = "record_statistics"
+    DROP_SAVED = "drop_saved"
+
+
 class Lowering(enum.StrEnum):
     """What runs the rewritten graphs."""
 
@@ -59,6 +69,8 @@ class Config:
         lowering: Inductor, interpreted graphs, or the eager reference.
         chain: refuse or cut gradients that flow into a step's state.
         options: Inductor's own options, as `torch.compile(options=...)` takes them.
+        disabled: passes that are left out. Without `interpolate_vjps` every step is a knot, and without `route_segments` there
+            is no guard; the placement and the guard here are what is left.
     """
 
     placement: Placement | PerStream | Calibrated | Calibration
@@ -68,6 +80,7 @@ class Config:
     lowering: Lowering
     chain: Chain
     options: tuple[tuple[str, Any], ...]
+    disabled: frozenset[Pass] = frozenset()
 
     @classmethod
     def create(
@@ -84,10 +97,11 @@ class Config:
         lowering: str = "inductor",
         chain: str = "error",
         options: Mapping[str, Any] | None = None,
+        disable_passes: Sequence[str] = (),
     ) -> "Config":
         """Validate the user's arguments. Raises `PlanError` or `OptionError`."""
         placement = _placement(W, knots, plan, max_rel_error)
-        return cls(
+        config = cls(
             placement=placement,
             rule=_rule(weights, degree, plan, max_rel_error),
             guard=Guard.create(_default_threshold(placement) if cos_threshold == "auto" else cos_threshold, jagg_frac),
@@ -95,7 +109,13 @@ class Config:
             lowering=choice(Lowering, "lowering", lowering),
             chain=choice(Chain, "chain", chain),
             options=tuple(sorted((options or {}).items())),
+            disabled=_disabled(disable_passes, (options or {}).get("disabled_passes", "")),
         )
+        if Pass.INTERPOLATE_VJPS in config.disabled:
+            config = dataclasses.replace(config, placement=paper(2), rule=Rule())
+        if Pass.ROUTE_SEGMENTS in config.disabled:
+            config = dataclasses.replace(config, guard=Guard(cos_threshold=None), debias=None)
+        return config
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "Config":
@@ -137,7 +157,8 @@ class Config:
 
     def cache_key(self) -> str:
         """Everything here that changes the rewritten graph. Inductor's options are in Inductor's own key."""
-        return repr((self.placement, self.rule, self.guard, self.debias, self.lowering, self.chain))
+        shaping = (self.placement, self.rule, self.guard, self.debias, self.lowering, self.chain)
+        return repr((*shaping, sorted(self.disabled)))
 
 
 def _placement(
@@ -209,6 +230,18 @@ def _rule(weights: str | None, degree: int | None, plan: object, max_rel_error: 
             "degree out, or give the number of knots."
         )
     return Rule(Weights.TIME if weights is None else _weights(weights), degree or 1)
+
+
+def _disabled(passes: Sequence[str], of_inductor: str) -> frozenset[Pass]:
+    """What `disable_passes` names, and Inductor's own `disabled_passes` (the variable TORCHINDUCTOR_DISABLED_PASSES, too)."""
+    if isinstance(passes, str) or not isinstance(passes, Sequence):
+        raise OptionError(
+            f"jagg_fx.transform(fn, disable_passes={passes!r}): a list of names. Write disable_passes=['drop_saved'], of "
+            f"{', '.join(map(repr, map(str, Pass)))}."
+        )
+    asked = {choice(Pass, "disable_passes", name) for name in passes}
+    everywhere = f"{of_inductor},{disabled_passes()}".lower()
+    return frozenset(asked | {each for each in Pass if each.value in everywhere})
 
 
 def _weights(weights: str) -> Weights:

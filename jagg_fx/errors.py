@@ -39,6 +39,18 @@ class NotCalibratedError(PlanError):
         )
 
 
+class VerificationError(JaggError):
+    """The rewritten gradient is not what the reference computes: a bug."""
+
+    def __init__(self, call: str, number: int, error: float, limit: float) -> None:
+        super().__init__(
+            f"{call}, verify: the rewritten gradient of call {number} differs from the reference's by {error:.2g} of it, and "
+            f"rounding explains {limit:g}. jagg_fx or the compiler has computed something else than it should: do not use the "
+            "gradients of this backward (optimizer.zero_grad()). lowering='eager' tells whether it is the code generator, "
+            "lowering='reference' does without torch.compile; please report the function."
+        )
+
+
 class DenoiserNotFoundError(JaggError):
     """No module with trainable parameters is reachable from the function."""
 

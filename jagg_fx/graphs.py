@@ -47,6 +47,13 @@ class StepNode:
     routes: tuple[int, ...] = ()
     is_drawn: bool = False
 
+    def name(self, several: bool) -> str:
+        """Its name in a profiler's trace."""
+        of = f" of stream {self.stream}" if several else ""
+        if self.kind is not Kind.BRANCH:
+            return f"jagg_fx {self.kind.value} {self.step}{of}"
+        return f"jagg_fx {'correction' if self.is_drawn else 'exact or not'}: {_listed(self.routes)}{of}"
+
     def line(self, several: bool) -> str:
         of = f"stream {self.stream}  " if several else ""
         if self.kind is Kind.FORWARD:

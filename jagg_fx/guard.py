@@ -27,7 +27,7 @@ class Guard:
 
     Attributes:
         cos_threshold: the least score (cosine between velocities and their interpolation, see `interpolation.agreement`;
-            the worst step counts) of a segment that is interpolated. None: no limit.
+            the worst step counts) of a segment that is interpolated. None: no limit. 1: no segment is, not even a perfect one.
         jagg_frac: the largest share of intermediate steps that are interpolated; segments with the best scores come first.
             None: no limit.
     """
@@ -78,6 +78,8 @@ def keep_segments(scores: Tensor, plan: Plan, guard: Guard) -> Tensor:
     """Which segments `[S]` (bool) are interpolated: all without a guard; with one, never a segment whose score is NaN."""
     if not guard.is_active:
         return torch.ones_like(scores, dtype=torch.bool)
+    if guard.cos_threshold == 1:
+        return torch.zeros_like(scores, dtype=torch.bool)
     keep = ~scores.isnan() if guard.cos_threshold is None else scores >= guard.cos_threshold
     if guard.jagg_frac is not None and guard.jagg_frac < 1:
         sizes = [len(segment.intermediate) for segment in plan.segments]

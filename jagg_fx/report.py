@@ -127,6 +127,7 @@ class Report:
             "chain": self.config.chain.value,
             "lowering": self.config.lowering.value,
             "capture": self.capture,
+            "disabled_passes": sorted(self.config.disabled),
             "torch": torch.__version__,
             "rewritten_graphs": self.graphs,
             "notes": list(self.notes),
@@ -167,6 +168,8 @@ class Report:
 
     def _guard(self) -> str:
         guard = self.config.guard
+        if guard.cos_threshold == 1:
+            return "cos_threshold=1: every step exact"
         limits = [] if guard.cos_threshold is None else [f"cosine >= {guard.cos_threshold:g}"]
         limits += (
             [] if guard.jagg_frac is None else [f"at most {guard.jagg_frac:.0%} of intermediate steps interpolated"]
@@ -214,6 +217,8 @@ class Report:
         for segment, score in numbers.scores.items():
             if numbers.kept[segment]:
                 outcome = "interpolated"
+            elif threshold == 1:
+                outcome = "exact: cos_threshold=1 keeps every step exact"
             elif threshold is not None and not score >= threshold:
                 outcome = f"exact: {score:.3f} is below cos_threshold={threshold:g}"
             else:
@@ -243,6 +248,8 @@ class Report:
         rows += [("weights", weights), ("guard", self._guard())]
         if self.config.debias is not None:
             rows.append(("debias", f"each segment with probability {self.config.debias:g}"))
+        if self.config.disabled:
+            rows.append(("disabled passes", ", ".join(sorted(self.config.disabled))))
         if self.capture != "whole":
             rows.append(("capture", self.capture))
         rows += [("lowering", self.config.lowering.value), ("torch", torch.__version__)]

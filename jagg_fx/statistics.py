@@ -5,9 +5,10 @@ graph that no value depends on: no operator with side effects, no synchronisatio
 the vector on its device; nothing waits for it until `transformed.stats` is read.
 """
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,8 +87,21 @@ class Recorder:
         self._plans: Plans | None = None
         self._count = 0
         self._last = self._sum = torch.zeros(0)
+        self._aside: Recorder | None = None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator["Recorder"]:
+        """Within the block, what is recorded goes into another recorder."""
+        self._aside = other = Recorder()
+        try:
+            yield other
+        finally:
+            self._aside = None
 
     def record(self, plans: Plans, packed: Tensor) -> None:
+        if self._aside is not None:
+            self._aside.record(plans, packed)
+            return
         packed = packed.detach()
         if plans != self._plans or packed.shape != self._sum.shape:
             self._plans, self._count, self._sum = plans, 0, torch.zeros_like(packed)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from jagg_fx import canaries, reference
-from jagg_fx._compat import compile_isolated, dynamo_errors, dynamo_settings
+from jagg_fx._compat import compile_isolated, dynamo_errors, dynamo_settings, trace_artifact
 from jagg_fx.backend import lower
 from jagg_fx.calibration import MeasuredStream, place_by_measurements
 from jagg_fx.config import Capture, Chain, Config, Lowering, choice
@@ -32,12 +32,13 @@ from jagg_fx.errors import (
 )
 from jagg_fx.graphs import GraphView
 from jagg_fx.outline import outline
-from jagg_fx.plan import Calibrated, Placement, Plan
+from jagg_fx.plan import Calibrated, Placement, Plan, paper
 from jagg_fx.preconditions import check_call
 from jagg_fx.region import TIME, Region
 from jagg_fx.report import Report, Rewrite
 from jagg_fx.statistics import Recorder, Statistics
 from jagg_fx.velocities import Velocities
+from jagg_fx.verification import Variants, Verification, Verifier
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,9 @@ def transform(
     fullgraph: bool = True,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    disable_passes: Sequence[str] = (),
+    verify: bool | int = False,
+    verify_tolerance: float = 0.3,
 ) -> "Transformed[P, R]":
     """Compile a function that runs a denoiser over many steps so that its backward needs fewer passes through it.
 
@@ -110,6 +114,12 @@ def transform(
         fullgraph: as in `torch.compile`. With False the graph may break before and after the loop over the steps.
         dynamic: as in `torch.compile`.
         options: Inductor's options, as in `torch.compile`.
+        disable_passes: leave out some of "interpolate_vjps" (every step is then exact), "route_segments" (no guard and no
+            unbiased correction), "record_statistics" and "drop_saved": to find which one is to blame. Implies `capture="whole"`.
+        verify: also compute the exact gradient and the reference's after the backward of a call, on the same batch, and compare
+            (see `jagg_fx.verification`); a whole number n does so at every n-th call with gradients. The function runs again
+            five times for that. Calls that measure knots or reuse velocities are not verified.
+        verify_tolerance: relative error of the rewritten gradient past which there is a warning.
 
     Returns:
         An object with the signature and outputs of `fn`, a `report`, the `plans` and the `stats` of its backwards.
@@ -117,6 +127,7 @@ def transform(
     Raises:
         OptionError, PlanError: an argument that cannot be used. Everything that depends on the function itself is
             raised by the first call; see `jagg_fx.errors`.
+        VerificationError: from the backward of a verified call, if the rewritten gradient is not the reference's.
     """
     if isinstance(fn, Transformed):
         fn = fn.original
@@ -135,6 +146,7 @@ def transform(
         lowering=lowering,
         chain=chain,
         options=options,
+        disable_passes=disable_passes,
     )
     given = (
         tuple(denoiser)
@@ -150,6 +162,11 @@ def transform(
             f"jagg_fx.transform(fn, lowering='reference', capture={capture!r}): the reference captures nothing and runs the "
             "function three times. Leave one of them out; lowering='eager', capture='denoiser' runs it once, uncompiled."
         )
+    if disable_passes and (chosen is Capture.DENOISER or config.lowering is Lowering.REFERENCE):
+        raise OptionError(
+            f"jagg_fx.transform(fn, disable_passes={list(disable_passes)!r}, capture={capture!r}, lowering={lowering!r}): these "
+            "passes work on the joint graph of a function that is captured whole. Leave capture and lowering='reference' out."
+        )
     inner = {id(child) for module in denoisers for child in module.modules() if child is not module}
     if (
         (denoiser is not None and not denoisers)
@@ -160,7 +177,11 @@ def transform(
             f"jagg_fx.transform(fn, denoiser=[{', '.join(type(module).__name__ for module in denoisers)}]): a list names at "
             "least one module, none twice, and none that is part of another one. Name the modules that the function calls itself."
         )
-    return Transformed(fn, config, denoisers, time, capture=chosen, fullgraph=fullgraph, dynamic=dynamic)
+    if disable_passes:
+        chosen = Capture.WHOLE
+    transformed = Transformed(fn, config, denoisers, time, capture=chosen, fullgraph=fullgraph, dynamic=dynamic)
+    transformed.verify(verify, verify_tolerance)
+    return transformed
 
 
 class Transformed(Generic[P, R]):
@@ -189,6 +210,7 @@ class Transformed(Generic[P, R]):
         self._by_denoiser: DenoiserCapture | None = None
         self._velocities: Velocities | None = None
         self._recorder = Recorder()
+        self._verifier: Verifier | None = None
         self._given = denoisers
         self._time = time
         self._fullgraph = fullgraph
@@ -220,10 +242,29 @@ class Transformed(Generic[P, R]):
         placement = self._config.placement
         if isinstance(placement, Calibrated) and not placement.plans and torch.is_grad_enabled():
             return self._calibrate(regions, args, kwargs)
+        verifier = self._verifier if torch.is_grad_enabled() and self._velocities is None else None
+        call = None if verifier is None else verifier.begin([region.denoiser for region in regions], args, kwargs)
         try:
-            return self._run(regions, args, kwargs)
+            outputs = self._run(regions, args, kwargs)
         except NotCalibratedError:  # a number of steps that no plan was made for
             return self._calibrate(regions, args, kwargs)
+        if verifier is not None and call is not None:
+            verifier.watch(call, outputs, self._variants(regions, args, kwargs))
+        return outputs
+
+    def _variants(self, regions: tuple[Region, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variants:
+        def by_reference(config: Config) -> R:
+            return self._run_reference(regions, config, args, kwargs)[0]
+
+        config = self._config
+        uncut = config.chain is Chain.ERROR
+        return Variants(
+            rewritten=lambda: self._run(regions, args, kwargs),
+            exact=lambda: (
+                self.original(*args, **kwargs) if uncut else by_reference(replace(config, placement=paper(2)))
+            ),
+            reference=None if config.lowering is Lowering.REFERENCE else lambda: by_reference(config),
+        )
 
     def _run(self, regions: tuple[Region, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         if self._config.lowering is Lowering.REFERENCE and self._velocities is None:
@@ -360,6 +401,24 @@ class Transformed(Generic[P, R]):
         if isinstance(self._config.placement, Calibrated):
             self._config = self._config.calibration()
 
+    def verify(self, every: bool | int = True, tolerance: float = 0.3) -> None:
+        """Verify every n-th call with gradients from now on; see `transform`. False stops it.
+
+        Raises:
+            OptionError: not a number of calls, or not a tolerance; or the unbiased correction is on.
+        """
+        if every and self._config.debias is not None:
+            raise OptionError(
+                f"jagg_fx.transform({describe_function(self.original)}, verify={every!r}, debias={self._config.debias!r}): the "
+                "reference would draw other corrections, and its gradient would differ by chance. Verify without debias."
+            )
+        self._verifier = Verifier.create(str(self), every, tolerance, self._recorder)
+
+    @property
+    def verification(self) -> Verification | None:
+        """What the last verified call found; None before its backward."""
+        return None if self._verifier is None else self._verifier.latest
+
     def recalibrate(self) -> None:
         """Measure again at the next call with gradients, and place the knots anew.
 
@@ -441,6 +500,9 @@ class Transformed(Generic[P, R]):
 
     def _notes(self) -> tuple[str, ...]:
         notes = [finding.note for finding in self._findings]
+        if found := self.verification:
+            near = "" if found.reference is None else f"; from the reference {found.reference.relative_error:.1g}"
+            notes.append(f"call {found.call} verified: the gradient is {found.exact} from the exact one{near}")
         notes += [
             f"{type(region.denoiser).__name__} is traced at every step: Dynamo cannot make a region of it ({region.failure})"
             for region in self._regions
@@ -486,7 +548,7 @@ class Transformed(Generic[P, R]):
             raise self._no_steps(f"the captured graph holds no call of it{hint}")
         avoid = {name: value for finding in self._findings for name, value in finding.options.items()}
         config = replace(self._config, options=tuple({**avoid, **dict(self._config.options)}.items()))
-        compiled = self._lower(gm, inputs, config, self._rewrites.append, self._recorder.record)
+        compiled = self._lower(gm, inputs, config, self._add, self._recorder.record)
         if not steps:
             return compiled
         self._captured = True
@@ -498,6 +560,10 @@ class Transformed(Generic[P, R]):
             return compiled(*inputs)
 
         return counted
+
+    def _add(self, rewrite: Rewrite) -> None:
+        self._rewrites.append(rewrite)
+        trace_artifact("jagg_fx_report", lambda: str(self.report))
 
     def _check_capture(self) -> None:
         """A function must never run untransformed, or in pieces, without saying so."""

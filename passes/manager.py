@@ -1,21 +1,21 @@
 """Run the passes on a joint graph, as one Inductor custom pass with an honest cache key."""
 
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import fx
 
 import jagg_fx
-from jagg_fx._compat import CustomGraphPass
-from jagg_fx.config import Config
+from jagg_fx._compat import CustomGraphPass, observed, trace_artifact
+from jagg_fx.config import Config, Pass
 from jagg_fx.costs import cost_of
 from jagg_fx.errors import NoStepsError
-from jagg_fx.inspect import Frozen, step_graph
+from jagg_fx.inspect import Frozen, name_ranges, step_graph
 from jagg_fx.passes.check_eligibility import check_eligibility, check_independent
 from jagg_fx.passes.clean_up import clean_up
 from jagg_fx.passes.drop_saved import drop_saved
@@ -88,19 +88,27 @@ def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
     covered = _covered(streams)
     planned = [(stream, plan) for stream, plan in zip(streams, plans, strict=True) if plan.segments]
     decisions = _decide(gm, planned, config)
-    for (steps, plan), (weighing, decision) in zip(planned, decisions, strict=True):
-        interpolate_vjps(steps, plan, weighing, decision)
+    with observed(gm, Pass.INTERPOLATE_VJPS):
+        for (steps, plan), (weighing, decision) in zip(planned, decisions, strict=True):
+            interpolate_vjps(steps, plan, weighing, decision)
     stages["interpolate_vjps"] = step_graph(gm.graph, streams)
-    for (steps, plan), (_, decision) in zip(planned, decisions, strict=True):
-        route_segments(gm, steps, plan, decision)
+    with observed(gm, Pass.ROUTE_SEGMENTS):
+        for (steps, plan), (_, decision) in zip(planned, decisions, strict=True):
+            route_segments(gm, steps, plan, decision)
     stages["route_segments"] = step_graph(gm.graph, streams)
-    drop_saved(gm, streams, plans)
-    stages["drop_saved"] = step_graph(gm.graph, streams)
-    clean_up(gm)
+    if Pass.DROP_SAVED not in config.disabled:
+        with observed(gm, Pass.DROP_SAVED):
+            drop_saved(gm, streams, plans)
+        stages["drop_saved"] = step_graph(gm.graph, streams)
+    with observed(gm, "clean_up"):
+        clean_up(gm)
+    name_ranges(gm.graph, streams)
     stages["after"] = step_graph(gm.graph, streams)
     code["after"] = Frozen.of(gm).code
     for when in ("before", "after"):
         log.debug("steps %s the rewrite:\n%s", when, stages[when])
+        trace_artifact(f"jagg_fx_steps_{when}", functools.partial(str, stages[when]))
+        trace_artifact(f"jagg_fx_joint_graph_{when}", code[when])
     for plan in plans:
         log.info(
             "%d steps, backward passes through the denoiser %d -> %d", plan.num_steps, plan.num_steps, len(plan.knots)
@@ -112,12 +120,17 @@ def _decide(
     gm: fx.GraphModule, planned: Sequence[tuple[list[Step], Plan]], config: Config
 ) -> list[tuple[Weighing, Decision]]:
     """Weights and decisions of each stream, and the statistics that are made of them."""
-    weighings = [weigh_steps(steps, plan) for steps, plan in planned]
-    decisions = [
-        score_segments(steps, plan, weighing, config.guard, config.debias)
-        for (steps, plan), weighing in zip(planned, weighings, strict=True)
-    ]
-    record_statistics(gm.graph, [(steps, decision) for (steps, _), decision in zip(planned, decisions, strict=True)])
+    with observed(gm, "weigh_steps"):
+        weighings = [weigh_steps(steps, plan) for steps, plan in planned]
+    with observed(gm, "score_segments"):
+        decisions = [
+            score_segments(steps, plan, weighing, config.guard, config.debias)
+            for (steps, plan), weighing in zip(planned, weighings, strict=True)
+        ]
+    if Pass.RECORD_STATISTICS not in config.disabled:
+        with observed(gm, Pass.RECORD_STATISTICS):
+            scored = [(steps, decision) for (steps, _), decision in zip(planned, decisions, strict=True)]
+            record_statistics(gm.graph, scored)
     return list(zip(weighings, decisions, strict=True))
 
 
@@ -148,7 +161,7 @@ def _record(
     )
 
 
-@cache
+@functools.cache
 def sources_hash() -> str:
     """Hash of every source file that shapes the rewritten graph."""
     package = Path(jagg_fx.__file__).parent

@@ -227,13 +227,17 @@ def _sum_over_steps(steps: Sequence[Step], position: int) -> fx.Node:
 
     Nothing else may be in the sum: it becomes an input of the branches, and must not depend on what reads their results.
     """
-    total = steps[0].gradients[position]
     sums = {step.gradients[position] for step in steps if position in step.gradients}
-    for node in total.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
-        if len(node.all_input_nodes) == 2 and sums.issuperset(node.all_input_nodes):
-            sums.add(node)
-            if total in node.all_input_nodes and len(total.users) == 1:
-                total = node
+    pending = list(sums)
+    while pending:
+        for user in pending.pop().users:
+            is_sum = user.target is torch.ops.aten.add.Tensor and len(user.all_input_nodes) == 2
+            if is_sum and user not in sums and sums.issuperset(user.all_input_nodes):
+                sums.add(user)
+                pending.append(user)
+    total = steps[0].gradients[position]
+    while len(total.users) == 1 and (only := next(iter(total.users))) in sums:
+        total = only
     return total
 
 

@@ -11,7 +11,7 @@ def test_it_claims_nothing_before_the_first_backward_graph() -> None:
     for _ in range(2):
         report = transformed.report.to_dict()
         asked = {"weights", "degree", "cos_threshold", "jagg_frac", "debias", "chain", "lowering", "capture"}
-        assert set(report) == {"function", "denoisers", "torch", "rewritten_graphs", "notes"} | asked
+        assert set(report) == {"function", "denoisers", "torch", "rewritten_graphs", "notes", "disabled_passes"} | asked
         assert report["rewritten_graphs"] == 0
         assert "nothing rewritten yet" in str(transformed.report)
         with torch.no_grad():  # compiles, but no backward
@@ -34,6 +34,7 @@ def test_it_says_what_was_rewritten() -> None:
         "debias": None,
         "lowering": "eager",
         "capture": "whole",
+        "disabled_passes": [],
         "torch": torch.__version__,
         "rewritten_graphs": 1,
         "steps": 9,
