@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from jagg_fx import distributed, streams
 from jagg_fx._compat import at_end_of_backward, backward_id
@@ -165,7 +166,8 @@ class _Run:
         n = len(self.steps)
         is_knot = n < len(self._capture.foreseen) and self._capture.foreseen[n][1]
         call = None if is_knot else self._given(runner, args, kwargs)
-        step, _ = runner.step(args, kwargs, with_graph=is_knot, is_cut=is_cut, call=call)
+        with record_function(f"jagg_fx forward, call {n}"):  # which stream it belongs to shows only later
+            step, _ = runner.step(args, kwargs, with_graph=is_knot, is_cut=is_cut, call=call)
         self._capture._outputs[runner.index] = step.output
         if self._anchor is None:
             everything = [p for other in self._capture._runners for p in other.denoiser.parameters() if p.requires_grad]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from jagg_fx import interpolation
 from jagg_fx._compat import make_older, version
@@ -345,13 +346,14 @@ class Trajectory:
         """
         known = {i: self.steps[i] for i in sorted({*window.knots, *window.intermediate})}
         slots = range(len(next(iter(known.values())).output.values)) if slots is None else slots
-        decision = decide(
-            window,
-            self._config,
-            {i: step.time for i, step in known.items()},
-            [{i: step.output.values[slot] for i, step in known.items()} for slot in slots],
-            self._together,
-        )
+        with record_function(f"jagg_fx exact or not: {', '.join(map(str, window.intermediate))}"):
+            decision = decide(
+                window,
+                self._config,
+                {i: step.time for i, step in known.items()},
+                [{i: step.output.values[slot] for i, step in known.items()} for slot in slots],
+                self._together,
+            )
         self._decisions.append(decision)
         if any(factor != 1 for factor in decision.factors) and any(step.drew_random for step in known.values()):
             raise DropoutError(["torch's random state moved"])
@@ -363,7 +365,8 @@ class Trajectory:
             self.steps[i].args, self.steps[i].kwargs, self.steps[i].operands = (), {}, []
 
     def run_again(self, i: int) -> None:
-        self._runner.run_again(self.steps[i], self.measured_call(i))
+        with record_function(f"jagg_fx forward {i} again"):
+            self._runner.run_again(self.steps[i], self.measured_call(i))
 
     def measured_call(self, i: int) -> Callable[..., Any] | None:
         """What runs the denoiser at a knot whose Jacobian is measured; None at other steps."""
@@ -446,7 +449,8 @@ class Trajectory:
         if needs_all and missing:
             self.has_failed = True
             raise MissingCotangentError(self._runner.time.denoiser, missing, max(carriers))
-        composites = [self._composite(i, slot) for i, slot in places]
+        with record_function(f"jagg_fx cotangents of {', '.join(map(str, sorted(carriers)))}"):
+            composites = [self._composite(i, slot) for i, slot in places]
         self._delivered |= carriers
         for j in carried:
             if self.is_delivered(j):

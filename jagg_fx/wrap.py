@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.profiler import record_function
 
 from jagg_fx import distributed
 from jagg_fx._compat import share_contents
@@ -475,7 +476,9 @@ class _Run:
         call = trajectory.measured_call(i)
         if given is not None and not is_knot:
             call = self._given(number, s, args, kwargs)
-        step, output = self._runner.step(args, kwargs, with_graph=is_knot, call=call)
+        of = f" of stream {s}" if len(self.trajectories) > 1 else ""
+        with record_function(f"jagg_fx forward {i}{of}"):
+            step, output = self._runner.step(args, kwargs, with_graph=is_knot, call=call)
         if given is not None and is_knot:
             given.check(number, step.output.values, self._name)
         return step, output

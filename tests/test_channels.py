@@ -15,7 +15,7 @@ from torch.fx.passes import graph_transform_observer
 from torch.profiler import ProfilerActivity, profile
 
 import jagg_fx
-from tests.problems import Problem, gaussian, per_sample_times
+from tests.problems import MLP, Problem, gaussian, path, per_sample_times
 
 STEPS = 9
 KNOTS = (0, 3, 4, 7, 8)
@@ -40,6 +40,29 @@ def test_a_profile_reads_by_step_and_branch(lowering: str) -> None:
     steps = [f"jagg_fx forward {i}" for i in range(STEPS)] + [f"jagg_fx backward {k}" for k in KNOTS]
     branches = ["jagg_fx exact or not: 1, 2", "jagg_fx exact or not: 5, 6"]
     assert _ranges(problem, fast) == Counter(steps + branches)
+
+
+def test_a_function_whose_denoiser_alone_is_compiled_has_them_too() -> None:
+    problem = gaussian(torch.float32)
+    fast = jagg_fx.transform(problem.fn, lowering="eager", capture="denoiser", cos_threshold=None)
+    expected = Counter(f"jagg_fx forward, call {i}" for i in range(STEPS))
+    expected += Counter(["jagg_fx exact or not: 1, 2, 5, 6", "jagg_fx cotangents of 0, 3, 4, 7, 8"])
+    assert _ranges(problem, fast) == expected
+
+
+def test_a_loop_with_a_backward_per_step_has_them_too() -> None:
+    model, (states, times) = MLP(), path(torch.float32)
+    wrapped = jagg_fx.wrap(model, num_steps=STEPS, cos_threshold=1.0)
+
+    def loop() -> torch.Tensor:
+        return torch.stack([wrapped(states[i], times[i].expand(len(states[i]))).sum() for i in range(STEPS)])
+
+    seen = _ranges(Problem(model, loop, (), list(model.parameters())), loop)
+    expected = Counter(f"jagg_fx forward {i}" for i in range(STEPS))
+    expected += Counter(f"jagg_fx forward {i} again" for i in (1, 2, 5, 6))
+    expected += Counter(["jagg_fx exact or not: 1, 2", "jagg_fx exact or not: 5, 6"])
+    expected += Counter(["jagg_fx cotangents of 0, 1, 2, 3", "jagg_fx cotangents of 4, 5, 6, 7"])
+    assert seen == expected
 
 
 def test_other_compiled_functions_have_no_ranges() -> None:
