@@ -3,15 +3,37 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import jagg_fx
-from jagg_fx.commands import doctor, plan
+from jagg_fx.commands import doctor, explain, plan, report
+from jagg_fx.commands.printing import visible
 from jagg_fx.errors import JaggError
+
+EXIT_CODES = """\
+exit codes:
+  0     done; explain: something would be rewritten; doctor: all that is needed works
+  1     explain: nothing would be rewritten; doctor: something does not work
+  2     the command cannot do what it was asked for: a line on stderr says why, and what to write instead
+  130   demo: stopped by Ctrl-C, after what was done so far is printed
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells what is wrong in one line, as the commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments_given = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="jagg-fx", description=jagg_fx.__doc__)
+    parser = _Parser(
+        prog="jagg-fx",
+        description=jagg_fx.__doc__,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"jagg_fx {jagg_fx.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     demo = commands.add_parser(
@@ -28,6 +50,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     plan.add_arguments(planning)
     planning.set_defaults(run=plan.main)
+    explaining = commands.add_parser(
+        "explain",
+        help="what would be rewritten of your function, and what that saves",
+        description="Capture one call of a function and plan its rewrite; nothing is trained or compiled. Exit code 1 if nothing "
+        "would be rewritten: the problem is printed.",
+    )
+    explain.add_arguments(explaining)
+    explaining.set_defaults(run=explain.main)
+    reporting = commands.add_parser(
+        "report",
+        help="read a saved report: table, decisions, graphs",
+        description="Print what fast.save_report(...) wrote: the report, what the last backward decided for each segment and why, "
+        "and what became of each step. The function and the model are not needed.",
+    )
+    report.add_arguments(reporting)
+    reporting.set_defaults(run=report.main)
     checking = commands.add_parser(
         "doctor",
         help="what works in this environment",
@@ -47,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(arguments_given)
     try:
         result: int = arguments.run(arguments)
-    except (ValueError, JaggError) as error:
-        print(f"jagg-fx {arguments.command}: {error}", file=sys.stderr)
+    except (ValueError, OSError, ModuleNotFoundError, JaggError) as error:
+        print(f"jagg-fx {arguments.command}: {visible(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     return result
 

@@ -51,6 +51,44 @@ class VerificationError(JaggError):
         )
 
 
+class SavedReportError(JaggError, ValueError):
+    """A saved report cannot be read, or not be written."""
+
+    @classmethod
+    def not_written(cls, path: str, reason: str) -> "SavedReportError":
+        return cls(
+            f"save_report({path!r}): the report cannot be written ({reason}). Give a path in a folder that exists."
+        )
+
+    @classmethod
+    def not_read(cls, path: str, reason: str) -> "SavedReportError":
+        return cls(
+            f"jagg_fx.saved.load({path!r}): the file cannot be read ({reason}). Give the path that the report was saved to: "
+            "fast.save_report(path)."
+        )
+
+    @classmethod
+    def not_json(cls, path: str, reason: str) -> "SavedReportError":
+        return cls(
+            f"jagg_fx.saved.load({path!r}): the file is not JSON ({reason}). Give the file that fast.save_report(path) wrote; if it "
+            "was cut short on the way, copy it again."
+        )
+
+    @classmethod
+    def not_a_report(cls, path: str, reason: str) -> "SavedReportError":
+        return cls(
+            f"jagg_fx.saved.load({path!r}): the file is JSON, but not a saved report ({reason}). Give the file that "
+            "fast.save_report(path) wrote, as it was written."
+        )
+
+    @classmethod
+    def newer(cls, path: str, version: int, known: int) -> "SavedReportError":
+        return cls(
+            f"jagg_fx.saved.load({path!r}): the file is in format {version} of a newer jagg_fx, and this one reads formats up to "
+            f"{known}. Read it with that version, or save the report again with this one."
+        )
+
+
 class DenoiserNotFoundError(JaggError):
     """No module with trainable parameters is reachable from the function."""
 

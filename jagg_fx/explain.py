@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-from tabulate import tabulate
 
 from jagg_fx.backend import PlannedError, plan_only
 from jagg_fx.costs import StepCost
 from jagg_fx.errors import JaggError
 from jagg_fx.graphs import GraphView
-from jagg_fx.report import Report
+from jagg_fx.report import Report, table
+from jagg_fx.saved import Saved
 from jagg_fx.transform import transform
 
 
@@ -54,11 +54,16 @@ class Explanation:
             "predicted_errors": [plan.predicted_error for plan in plans],
         }
 
-    def __str__(self) -> str:
+    def save_report(self, path: str | Path) -> None:
+        """Write all of it as JSON for `jagg_fx.saved.load` and `jagg-fx report`. Raises `SavedReportError` if it cannot."""
+        Saved("explain", self.to_dict(), tuple(self.rows()), self.graphs).save(path)
+
+    def rows(self) -> list[tuple[str, object]]:
+        """Lines of the table: what, and the answer."""
         rows = self.report.rows()
         if self.problem is not None:
             names = ", ".join(self.report.denoisers)
-            rows = [*rows[:2], ("calls found", f"{self.calls} of {names}"), ("problem", self.problem)]
+            rows = [*rows[:2], ("calls found", f"{self.calls} of {names or 'no denoiser'}"), ("problem", self.problem)]
         elif self.costs:
             t = self._totals()
             most = f", at most {t['flops_at_most']:.3g}" if t["flops_at_most"] > t["flops"] else ""
@@ -72,10 +77,10 @@ class Explanation:
                     f"{t['activation_bytes_exact'] / 2**20:,.0f} MiB -> {t['activation_bytes'] / 2**20:,.0f} MiB",
                 ),
             ]
-        table: str = tabulate(
-            rows, headers=["jagg_fx", "explain"], tablefmt="simple", disable_numparse=True, maxcolwidths=[None, 100]
-        )
-        return table
+        return rows
+
+    def __str__(self) -> str:
+        return table("explain", self.rows())
 
 
 def explain(fn: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None, **options: Any) -> Explanation:

@@ -10,7 +10,7 @@ view.to_html("steps.html")        # all of it in one page that needs no network
 import difflib
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,6 +149,20 @@ class GraphView:
     def after(self) -> StepGraph:
         return self.stages["after"]
 
+    @property
+    def segments(self) -> set[Segment]:
+        """Those of all streams."""
+        return {replace(segment, stream=s) for s, plan in enumerate(self.plans) for segment in plan.segments}
+
+    def decided(self) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+        """Headers and rows of a table of the decisions."""
+        several = len(self.plans) > 1
+        rows: list[tuple[object, ...]] = []
+        for segment, score, outcome in self.decisions:
+            of = (segment.stream,) if several else ()
+            rows.append((*of, _listed(segment.intermediate), f"{segment.a} and {segment.b}", f"{score:.3f}", outcome))
+        return (*(("stream",) if several else ()), "steps", "knots", "cosine of the velocities", ""), rows
+
     def print_readable(self, stage: str = "after") -> str:
         """A line per call of a denoiser and per branch.
 
@@ -230,7 +244,7 @@ class GraphView:
         """Write one page that needs no network: picture, tables, diff, the denoiser's own graph folded in. Needs matplotlib."""
         from jagg_fx.page import page
 
-        Path(path).write_text(page(self))
+        Path(path).write_text(page(self), encoding="utf-8")
 
     def __str__(self) -> str:
         return self.diff()

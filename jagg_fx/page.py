@@ -28,7 +28,7 @@ def page(view: GraphView) -> str:
         "the velocities of its steps are badly interpolated, and runs those steps exactly.</p>"
     ]
     if view.decisions:
-        parts += ["<h2>The last backward</h2>", _decisions(view)]
+        parts += ["<h2>The last backward</h2>", _table(*view.decided())]
     if view.facts:
         parts += ["<h2>Report</h2>", _table((), view.facts)]
     parts += ["<h2>Step by step, before and after</h2>", _diff(view.diff()), "<h2>After each pass</h2>"]
@@ -38,17 +38,6 @@ def page(view: GraphView) -> str:
     body = "\n".join(parts)
     head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
-
-
-def _decisions(view: GraphView) -> str:
-    several = len(view.plans) > 1
-    headers = (*(["stream"] if several else []), "steps", "knots", "cosine of the velocities", "")
-    rows = []
-    for segment, score, outcome in view.decisions:
-        steps = ", ".join(map(str, segment.intermediate))
-        of = [segment.stream] if several else []
-        rows.append((*of, steps, f"{segment.a} and {segment.b}", f"{score:.3f}", outcome))
-    return _table(headers, rows)
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -126,12 +126,15 @@ class Plan:
                 raise ValueError(f"degree {fields['rule'].degree}")
             fields["groups"] = tuple((int(a), int(b)) for a, b in fields["groups"])
             fields["knots"] = tuple(map(int, fields["knots"]))
+            fields["num_steps"], fields["origin"] = int(fields["num_steps"]), str(fields["origin"])
+            if fields["predicted_error"] is not None:
+                fields["predicted_error"] = float(fields["predicted_error"])
             if fields["step_errors"] is not None:
                 fields["step_errors"] = tuple(map(float, fields["step_errors"]))
                 if len(fields["step_errors"]) != fields["num_steps"]:
                     raise ValueError(f"{len(fields['step_errors'])} step_errors for {fields['num_steps']} steps")
             plan = cls(**fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             if isinstance(error, PlanError):
                 raise
             raise PlanError(f"{call}: not a saved plan ({type(error).__name__}: {error}).") from error

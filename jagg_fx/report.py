@@ -1,6 +1,6 @@
 """What was found, what was rewritten, what was left exact and why."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ from jagg_fx.statistics import Numbers, Statistics
 if TYPE_CHECKING:
     from jagg_fx.costs import StepCost
     from jagg_fx.region import CallNote
+
+Rows = tuple[tuple[str, object], ...]  # lines of a table: what, and the answer
 
 
 @dataclass(frozen=True)
@@ -193,23 +195,26 @@ class Report:
 
     def graphs_of(self, rewrites: Sequence[Rewrite], statistics: Statistics | None) -> tuple[GraphView, ...]:
         """A view of each rewritten graph; where the rewrite happened in autograd, of what its plan makes of the steps."""
-        decisions = () if statistics is None else tuple(self._decisions(statistics.last))
+        views = [self._view(rewrite) for rewrite in rewrites]
+        if statistics is not None:
+            ran = [n for n, view in enumerate(views) if view.plans == statistics.plans]
+            for n in ran[-1:]:  # none, where knots were placed anew since
+                views[n] = replace(views[n], decisions=tuple(self._decisions(statistics.last)))
+        return tuple(views)
+
+    def _view(self, rewrite: Rewrite) -> GraphView:
         guarded, drawn = self.config.guard.is_active, self.config.debias is not None
-        return tuple(
-            GraphView(
-                function=self.function,
-                denoisers=tuple(self.denoisers[stream.denoiser] for stream in rewrite.streams),
-                plans=rewrite.plans,
-                stages=rewrite.stages
-                or {
-                    "before": StepGraph.exact(rewrite.plans),
-                    "after": StepGraph.rewritten(rewrite.plans, guarded, drawn),
-                },
-                code=rewrite.code,
-                facts=tuple(replace(self, rewrite=rewrite).rows()),
-                decisions=decisions if rewrite is rewrites[-1] else (),
-            )
-            for rewrite in rewrites
+        return GraphView(
+            function=self.function,
+            denoisers=tuple(self.denoisers[stream.denoiser] for stream in rewrite.streams),
+            plans=rewrite.plans,
+            stages=rewrite.stages
+            or {
+                "before": StepGraph.exact(rewrite.plans),
+                "after": StepGraph.rewritten(rewrite.plans, guarded, drawn),
+            },
+            code=rewrite.code,
+            facts=tuple(replace(self, rewrite=rewrite).rows()),
         )
 
     def _decisions(self, numbers: Numbers) -> Iterator[SegmentDecision]:
@@ -258,5 +263,11 @@ class Report:
         return rows
 
     def __str__(self) -> str:
-        table: str = tabulate(self.rows(), headers=["jagg_fx", "report"], tablefmt="simple", disable_numparse=True)
-        return table
+        return table("report", self.rows())
+
+
+def table(title: str, rows: Iterable[tuple[object, ...]]) -> str:
+    """Lines of a report as text."""
+    headers, widths = ["jagg_fx", title], [None, 100]
+    text: str = tabulate(list(rows), headers=headers, tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
+    return text

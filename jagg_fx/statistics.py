@@ -73,11 +73,13 @@ class Statistics:
         backwards: how many backwards `mean` is over: those since the first one under the present plan.
         last: numbers of the last backward.
         mean: means over them.
+        plans: under which they ran, one for each stream.
     """
 
     backwards: int
     last: Numbers
     mean: Numbers
+    plans: Plans
 
 
 class Recorder:
@@ -112,7 +114,7 @@ class Recorder:
         if self._plans is None:
             return None
         mean = self._sum / self._count
-        return Statistics(self._count, _unpack(self._plans, self._last), _unpack(self._plans, mean))
+        return Statistics(self._count, _unpack(self._plans, self._last), _unpack(self._plans, mean), self._plans)
 
 
 def _unpack(plans: Plans, packed: Tensor) -> Numbers:

@@ -5,6 +5,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ from jagg_fx.plan import Calibrated, Placement, Plan, paper
 from jagg_fx.preconditions import check_call
 from jagg_fx.region import TIME, Region
 from jagg_fx.report import Report, Rewrite
+from jagg_fx.saved import Saved
 from jagg_fx.statistics import Recorder, Statistics
 from jagg_fx.velocities import Velocities
 from jagg_fx.verification import Variants, Verification, Verifier
@@ -487,6 +489,14 @@ class Transformed(Generic[P, R]):
             notes=self._notes(),
             capture=self._describe_capture(),
         )
+
+    def save_report(self, path: str | Path) -> None:
+        """Write the report and the graphs as JSON for `jagg_fx.saved.load` and `jagg-fx report`: text alone, and no weights.
+
+        Raises:
+            SavedReportError: it cannot be written.
+        """
+        Saved("report", self.report.to_dict(), tuple(self.report.rows()), self.graphs).save(path)
 
     def _describe_capture(self) -> str:
         if self._by_denoiser is None:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,7 @@ from jagg_fx.jacobian_sizes import JacobianSizes
 from jagg_fx.plan import Calibrated, Placement, Plan
 from jagg_fx.preconditions import check_call
 from jagg_fx.report import Report, Rewrite, Stream
+from jagg_fx.saved import Saved
 from jagg_fx.statistics import Recorder, Statistics
 from jagg_fx.streams import check_alike
 from jagg_fx.structure import Output, leaves_below, tensors_in
@@ -317,6 +319,14 @@ class Wrapped(nn.Module):
             graphs=0,
             capture="none: rewritten in autograd, step by step",
         )
+
+    def save_report(self, path: str | Path) -> None:
+        """Write the report and the graphs as JSON for `jagg_fx.saved.load` and `jagg-fx report`: text alone, and no weights.
+
+        Raises:
+            SavedReportError: it cannot be written.
+        """
+        Saved("report", self.report.to_dict(), tuple(self.report.rows()), self.graphs).save(path)
 
     def __repr__(self) -> str:
         return f"jagg_fx.wrap({type(self.original).__name__}, num_steps={self._num_steps})"

@@ -37,7 +37,7 @@ def test_quick_run_prints_one_table_and_writes_its_files(tmp_path: Path, capsys:
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_done(
+def test_ctrl_c_keeps_what_was_done_and_json_is_all_on_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update, calls = train.Run._update, 0
@@ -50,17 +50,21 @@ def test_ctrl_c_keeps_what_was_done(
         update(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(train.Run, "_update", interrupted)
-    assert command_line.main([*SMALL, "--out", str(tmp_path)]) == 130
-    printed = capsys.readouterr().out
-    assert "what was done so far" in printed
-    assert "1 of 2 updates" in printed
+    assert command_line.main([*SMALL, "--json", "--out", str(tmp_path)]) == 130
+    printed = capsys.readouterr()
+    assert "what was done so far" in printed.err
+    assert "1 of 2 updates" in printed.err
+    numbers = json.loads(printed.out)
+    assert [variant["name"] for variant in numbers["variants"]] == ["exact", "W=4", "knots=4"]
+    assert all(variant["median_seconds"]["backward"] > 0 for variant in numbers["variants"])
+    assert numbers["variants"][0]["final_reward"] is None, "no number where nothing was measured"
     assert (tmp_path / "reward.png").exists()
 
 
 @pytest.mark.parametrize("arguments", [["--updates", "0"], ["--steps", "2"], ["--more-seeds", "-1"]])
-def test_impossible_settings_are_refused_in_one_line(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match="--updates is at least 1"):
-        command_line.main(["demo", *arguments])
+def test_impossible_settings_are_refused_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["demo", *arguments]) == 2
+    assert re.fullmatch(r"jagg-fx demo: --updates is at least 1, .*\n", capsys.readouterr().err)
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

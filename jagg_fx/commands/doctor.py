@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.metadata
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from tabulate import tabulate
 
 import jagg_fx
 from jagg_fx import canaries
+from jagg_fx.commands.printing import print_json
 from jagg_fx.models.linear_gaussian import GaussianVelocity
 from jagg_fx.models.samplers import FlowSDE, replay, rollout, schedule
 
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
         checks["rewrite, inductor"] = lambda: _rewrites("inductor")
     rows = [_run(name, check) for name, check in checks.items()]
     if arguments.json:
-        print(json.dumps({name: {"works": works, "found": found} for name, works, found in rows}, indent=1))
+        print_json({name: {"works": works, "found": found} for name, works, found in rows})
     else:
         table = [(name, "ok" if works else "PROBLEM", found) for name, works, found in rows]
         print(

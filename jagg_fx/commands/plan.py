@@ -9,6 +9,7 @@ from typing import Any
 from tabulate import tabulate
 
 from jagg_fx.budget import Schedule
+from jagg_fx.commands.printing import print_json
 from jagg_fx.models.samplers import CPS, DDIM, DanceSDE, FlowSDE, Sampler, gains, schedule
 from jagg_fx.plan import Plan, Rule, budget, even, paper
 
@@ -53,7 +54,10 @@ def main(arguments: argparse.Namespace) -> int:
     plan = _plan(arguments, Schedule.create(times, weights))
     before, after = (trained * (1 + arguments.backward), trained + len(plan.knots) * arguments.backward)
     result = _result(plan, times, weights, before, after)
-    print(json.dumps(result, indent=1) if arguments.json else _table(result))
+    if arguments.json:
+        print_json(result)
+    else:
+        print(_table(result))
     return 0
 
 

@@ -1,13 +1,16 @@
 """The `demo` command."""
 
 import argparse
+import contextlib
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 from tqdm import tqdm
 
+from jagg_fx.commands.printing import print_json
 from jagg_fx.demo import output
 from jagg_fx.demo.train import Run, Settings
 
@@ -30,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="interpret the graphs instead of compiling them, and fewer updates"
     )
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and all else to stderr")
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
@@ -37,7 +41,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     given = {name: value for name in defaults if (value := getattr(arguments, name, None)) is not None}
     settings = Settings(steps=arguments.steps, seed=arguments.seed, quick=arguments.quick, **{**defaults, **given})
     if settings.updates < 1 or settings.more_seeds < 0 or settings.steps < 4:
-        raise SystemExit("jagg-fx demo: --updates is at least 1, --more-seeds at least 0 and --steps at least 4.")
+        raise ValueError("--updates is at least 1, --more-seeds at least 0 and --steps at least 4.")
     return settings
 
 
@@ -46,10 +50,24 @@ def main(arguments: argparse.Namespace) -> int:
     settings, began = settings_of(arguments), time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # an empty cache, so that every variant's compile time is its own
-        return run(settings, arguments.out, began)
+        return run(settings, arguments.out, began, arguments.json)
 
 
-def run(settings: Settings, out: Path, began: float) -> int:
+def run(settings: Settings, out: Path, began: float, as_json: bool) -> int:
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        demo, interrupted = _run(settings)
+        print(f"\n{output.table(demo)}\n")
+        compiled = sum(v.compile_seconds for v in demo.variants if v.compile_seconds == v.compile_seconds)
+        print(f"compile time {compiled:.0f} s of {time.perf_counter() - began:.0f} s in all")
+        for file in output.save(demo, out):
+            print(f"wrote {file}")
+    if as_json:
+        print_json(output.numbers(demo))
+    return 130 if interrupted else 0
+
+
+def _run(settings: Settings) -> tuple[Run, bool]:
+    """What was done, and whether Ctrl-C ended it."""
     print("Task: digits that keep their class with the mean ink drawn to zero; 3 variants of one GRPO run.")
     demo = Run(settings)
     interrupted = False
@@ -67,9 +85,4 @@ def run(settings: Settings, out: Path, began: float) -> int:
     except KeyboardInterrupt:
         interrupted = True
         print("\nStopped; this is what was done so far.")
-    print(f"\n{output.table(demo)}\n")
-    compiled = sum(v.compile_seconds for v in demo.variants if v.compile_seconds == v.compile_seconds)
-    print(f"compile time {compiled:.0f} s of {time.perf_counter() - began:.0f} s in all")
-    for file in output.save(demo, out):
-        print(f"wrote {file}")
-    return 130 if interrupted else 0
+    return demo, interrupted

@@ -80,7 +80,7 @@ def save(run: Run, directory: Path) -> list[Path]:
     """Write the pictures and the numbers; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
     files = [directory / "demo.json"]
-    files[0].write_text(json.dumps(_numbers(run), indent=1) + "\n")
+    files[0].write_text(json.dumps(numbers(run), indent=1) + "\n")
     if run.variants[-1].rewards:
         files += [_reward_picture(run, directory / "reward.png"), _sample_picture(run, directory / "samples.png")]
     return files
@@ -91,12 +91,13 @@ def _update_seconds(variant: Variant) -> list[float]:
     return [sum(times) for times in zip(*parts, strict=False)]
 
 
-def _seconds(variant: Variant, exact: Variant, name: str) -> str:
-    def median(v: Variant) -> float:
-        times = _update_seconds(v) if name == "update" else v.clock.seconds.get(name, [])
-        return float(np.median(times)) if times else float("nan")
+def _median(variant: Variant, name: str) -> float:
+    times = _update_seconds(variant) if name == "update" else variant.clock.seconds.get(name, [])
+    return float(np.median(times)) if times else float("nan")
 
-    mine, theirs = median(variant), median(exact)
+
+def _seconds(variant: Variant, exact: Variant, name: str) -> str:
+    mine, theirs = _median(variant, name), _median(exact, name)
     return f"{mine:.3f}" if variant is exact else f"{mine:.3f} ({theirs / mine:.2f}x)"
 
 
@@ -104,7 +105,8 @@ def _list(values: list[float], form: str) -> str:
     return ", ".join(form.format(value) for value in values) or "-"
 
 
-def _numbers(run: Run) -> dict[str, Any]:
+def numbers(run: Run) -> dict[str, Any]:
+    """What the table and the pictures show."""
     return {
         "settings": dataclasses.asdict(run.settings),
         "torch": torch.__version__,
@@ -122,6 +124,7 @@ def _numbers(run: Run) -> dict[str, Any]:
                 "compile_seconds": variant.compile_seconds,
                 "peak_mib": variant.peak_mib,
                 "seconds": variant.clock.seconds,
+                "median_seconds": {name: _median(variant, name) for name in ("forward", "backward", "update")},
                 "rewards": variant.rewards,
                 "final_reward": variant.final_reward,
                 "gradient_cosines": variant.cosines,
