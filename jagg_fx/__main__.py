@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reporting = commands.add_parser(
         "report",
         help="read a saved report: table, decisions, graphs",
-        description="Print what fast.save_report(...) wrote: the report, what the last backward decided for each segment and why, "
+        description="Print what save_report(...) wrote: the report, what the last backward decided for each segment and why, "
         "and what became of each step. The function and the model are not needed.",
     )
     report.add_arguments(reporting)

@@ -70,8 +70,8 @@ class SavedReportError(JaggError, ValueError):
     @classmethod
     def not_json(cls, path: str, reason: str) -> "SavedReportError":
         return cls(
-            f"jagg_fx.saved.load({path!r}): the file is not JSON ({reason}). Give the file that fast.save_report(path) wrote; if it "
-            "was cut short on the way, copy it again."
+            f"jagg_fx.saved.load({path!r}): the file is not JSON ({reason}). Give the file that fast.save_report(path) wrote; if "
+            "it was cut short on the way, copy it again."
         )
 
     @classmethod

@@ -145,7 +145,7 @@ def test_a_failed_write_leaves_the_older_file(failing: str, tmp_path: Path, monk
     by_hand("older").save(tmp_path / "report.json")
     with monkeypatch.context() as patched:
         patched.setattr(failing, fail)
-        with pytest.raises(SavedReportError, match=r"save\('.*report\.json'\).*No space left.*Give a path"):
+        with pytest.raises(SavedReportError, match=r"save_report\('.*report\.json'\).*No space left.*Give a path"):
             by_hand("newer").save(tmp_path / "report.json")
     assert os.listdir(tmp_path) == ["report.json"]
     assert load(tmp_path / "report.json").values == {"function": "older"}
