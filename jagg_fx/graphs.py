@@ -14,6 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from jagg_fx.interpolation import knot_weights
 from jagg_fx.plan import Plan, Segment, Weights
 
 
@@ -176,14 +179,25 @@ class GraphView:
             raise KeyError(f"print_readable(stage={stage!r}): there are {', '.join(map(repr, self.stages))}.")
         return str(self.stages[stage])
 
-    def diff(self) -> str:
-        """A unified diff of before and after, a line per step: kept, value only, composite, routed."""
-        before, after = (self._by_step(graph) for graph in (self.before, self.after))
+    def diff(self, times: Sequence[float] | None = None) -> str:
+        """A unified diff of before and after, a line per step: kept, value only, composite, routed.
+
+        Args:
+            times: of the steps; weights are then numbers, not formulas.
+
+        Raises:
+            ValueError: their number is not that of the steps.
+        """
+        if times is not None and any(len(times) != plan.num_steps for plan in self.plans):
+            steps = ", ".join(str(plan.num_steps) for plan in self.plans)
+            raise ValueError(f"diff(times=<{len(times)} of them>): there are {steps} steps. Give the time of each.")
+        before, after = (self._by_step(graph, times) for graph in (self.before, self.after))
         return "\n".join(difflib.unified_diff(before, after, "before", "after", n=10_000, lineterm=""))
 
-    def _by_step(self, graph: StepGraph) -> list[str]:
+    def _by_step(self, graph: StepGraph, times: Sequence[float] | None) -> list[str]:
         lines = []
         for s, plan in enumerate(self.plans):
+            weights = _weights_as_text(plan, times)
             own = [node for node in graph.nodes if node.stream == s]
             forwards, backwards = (
                 {node.step: node for node in own if node.kind is kind} for kind in (Kind.FORWARD, Kind.BACKWARD)
@@ -191,16 +205,23 @@ class GraphView:
             routed = {i: node for node in own if node.kind is Kind.BRANCH for i in node.routes}
             for i in range(plan.num_steps):
                 name = f"step {i:2}" if len(self.plans) == 1 else f"stream {s} step {i:2}"
-                lines.append(f"{name}  {self._describe(plan, i, forwards.get(i), backwards.get(i), routed.get(i))}")
+                lines.append(
+                    f"{name}  {self._describe(plan, weights, i, forwards.get(i), backwards.get(i), routed.get(i))}"
+                )
         return lines
 
     def _describe(
-        self, plan: Plan, i: int, forward: StepNode | None, backward: StepNode | None, branch: StepNode | None
+        self,
+        plan: Plan,
+        weights: dict[tuple[int, int], str],
+        i: int,
+        forward: StepNode | None,
+        backward: StepNode | None,
+        branch: StepNode | None,
     ) -> str:
         saves = "its graph" if forward is None or forward.saves is None else f"{forward.saves} tensors"
         if backward is not None:
-            near = {j for segment in plan.segments if i in (segment.a, segment.b) for j in segment.intermediate}
-            terms = [f"{weight(plan, j, i)} g{j}" for j in backward.carries if j in near]
+            terms = [f"{weights[j, i]} g{j}" for j in backward.carries if (j, i) in weights]
             return f"forward keeps {saves}, backward takes {' + '.join([f'g{i}', *terms])}"
         segment = next(segment for segment in plan.segments if i in segment.intermediate)
         routed = "" if branch is None else ", or exact in a branch"
@@ -250,15 +271,21 @@ class GraphView:
         return self.diff()
 
 
-def weight(plan: Plan, i: int, k: int) -> str:
-    """The weight of step `i` at knot `k`, an end of its segment, as text: a number, or by the steps' times (in order)."""
-    segment = next(segment for segment in plan.segments if i in segment.intermediate)
-    other = segment.b if k == segment.a else segment.a
-    if plan.rule.degree == 2:
-        return f"w({i},{k})"
+def _weights_as_text(plan: Plan, times: Sequence[float] | None) -> dict[tuple[int, int], str]:
+    """The weight of each intermediate step at the knots around it: a number, or by the steps' times (in order)."""
     if plan.rule.weights is Weights.INDEX:
-        return f"{abs(other - i) / (segment.b - segment.a):.2f}"
-    return f"(t{other}-t{i})/(t{other}-t{k})"
+        times = range(plan.num_steps)
+    if times is not None and plan.segments:
+        t, t_knots = ([times[i] for i in indices] for indices in (plan.intermediate, plan.knots))
+        table = knot_weights(torch.tensor(t), torch.tensor(t_knots), plan.rule.degree).flatten(1).tolist()
+        pairs = [(m, n) for m in range(len(t)) for n in range(len(t_knots))]
+        return {(plan.intermediate[m], plan.knots[n]): f"{table[m][n]:.2f}" for m, n in pairs if table[m][n]}
+    return {
+        (i, k): f"w({i},{k})" if plan.rule.degree == 2 else f"(t{other}-t{i})/(t{other}-t{k})"
+        for segment in plan.segments
+        for i in segment.intermediate
+        for k, other in ((segment.a, segment.b), (segment.b, segment.a))
+    }
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import jagg_fx
-from jagg_fx.graphs import GraphView, StepGraph, weight
+from jagg_fx.graphs import GraphView, StepGraph
 from jagg_fx.plan import Rule, Weights, even, explicit, paper
 from tests.problems import BATCH, STEPS, per_sample_times, squared
 
@@ -98,9 +98,19 @@ def test_where_there_is_no_joint_graph_the_plan_is_shown(kind: str) -> None:
 
 
 def test_weights_as_text() -> None:
-    by_index = explicit((0, 2, 5)).place(6, Rule(Weights.INDEX))
-    assert [weight(by_index, 3, k) for k in (2, 5)] == ["0.67", "0.33"]
-    assert weight(explicit((0, 2, 5)).place(6, Rule(degree=2)), 3, 2) == "w(3,2)"
+    def knot(times: Any = None, **options: Any) -> str:
+        plan = explicit([0, 2, 4]).place(5, Rule(**options))
+        stages = {"before": StepGraph.exact([plan]), "after": StepGraph.rewritten([plan], False, False)}
+        lines = GraphView("fn", ("Model",), (plan,), stages).diff(times).splitlines()
+        return next(line for line in lines if line.startswith("+step  2")).partition("takes ")[2]
+
+    assert knot() == "g2 + (t0-t1)/(t0-t2) g1 + (t4-t3)/(t4-t2) g3"
+    assert knot([1.0, 0.9, 0.6, 0.2, 0.1]) == "g2 + 0.25 g1 + 0.20 g3"
+    assert knot(weights=Weights.INDEX) == "g2 + 0.50 g1 + 0.50 g3"
+    assert knot(degree=2) == "g2 + w(1,2) g1 + w(3,2) g3"
+    assert knot([4, 3, 2, 1, 0], degree=2) == "g2 + 0.75 g1 + 0.75 g3"
+    with pytest.raises(ValueError, match="there are 5 steps"):
+        knot([1.0])
 
 
 def test_dot_quotes_labels() -> None:
