@@ -298,6 +298,14 @@ def run_on_joint_graph(gm: fx.GraphModule, inputs: Any, pass_: CustomGraphPass, 
         backend(gm, inputs)
 
 
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """Inductor's options that a mode of `torch.compile` stands for. Raises `KeyError` with the modes' names."""
+    modes: dict[str, dict[str, Any]] = _probe("torch._inductor", "list_mode_options")()
+    if mode not in modes:
+        raise KeyError(", ".join(map(repr, modes)))
+    return modes[mode]
+
+
 def disabled_passes() -> str:
     """Inductor's passes that are switched off, as TORCHINDUCTOR_DISABLED_PASSES names them."""
     config = importlib.import_module("torch._inductor.config")

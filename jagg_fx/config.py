@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jagg_fx._compat import disabled_passes
+from jagg_fx._compat import disabled_passes, options_of_mode
 from jagg_fx.errors import OptionError
 from jagg_fx.guard import DEFAULT_COS_THRESHOLD, Guard, check_debias
 from jagg_fx.plan import (
@@ -98,9 +98,11 @@ class Config:
         chain: str = "error",
         options: Mapping[str, Any] | None = None,
         disable_passes: Sequence[str] = (),
+        mode: str | None = None,
     ) -> "Config":
         """Validate the user's arguments. Raises `PlanError` or `OptionError`."""
         placement = _placement(W, knots, plan, max_rel_error)
+        options = _options(mode, options or {})
         config = cls(
             placement=placement,
             rule=_rule(weights, degree, plan, max_rel_error),
@@ -108,13 +110,20 @@ class Config:
             debias=check_debias(debias),
             lowering=choice(Lowering, "lowering", lowering),
             chain=choice(Chain, "chain", chain),
-            options=tuple(sorted((options or {}).items())),
-            disabled=_disabled(disable_passes, (options or {}).get("disabled_passes", "")),
+            options=tuple(sorted(options.items())),
+            disabled=_disabled(disable_passes, options.get("disabled_passes", "")),
         )
         if Pass.INTERPOLATE_VJPS in config.disabled:
             config = dataclasses.replace(config, placement=paper(2), rule=Rule())
         if Pass.ROUTE_SEGMENTS in config.disabled:
             config = dataclasses.replace(config, guard=Guard(cos_threshold=None), debias=None)
+        is_routed = config.guard.is_active or config.debias is not None
+        if is_routed and options.get("triton.cudagraphs") and config.placement != paper(2):
+            raise OptionError(
+                f"jagg_fx.transform(fn, mode={mode!r}, cos_threshold={config.guard.cos_threshold!r}): these options ask for "
+                "CUDA graphs, and whether a segment runs exactly is read on the host during the backward, which such a graph cannot "
+                "do. Write cos_threshold=None (with jagg_frac and debias left out), or mode='max-autotune-no-cudagraphs'."
+            )
         return config
 
     @classmethod
@@ -230,6 +239,21 @@ def _rule(weights: str | None, degree: int | None, plan: object, max_rel_error: 
             "degree out, or give the number of knots."
         )
     return Rule(Weights.TIME if weights is None else _weights(weights), degree or 1)
+
+
+def _options(mode: str | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Inductor's options, as `torch.compile` takes them: of a mode, or by name."""
+    if mode is None:
+        return options
+    if options:
+        raise OptionError(
+            f"jagg_fx.transform(fn, mode={mode!r}, options={dict(options)!r}): a mode stands for a set of options, as in "
+            "torch.compile. Give one of the two."
+        )
+    try:
+        return options_of_mode(mode)
+    except KeyError as error:
+        raise OptionError(f"jagg_fx.transform(fn, mode={mode!r}): mode is one of {error.args[0]}.") from None
 
 
 def _disabled(passes: Sequence[str], of_inductor: str) -> frozenset[Pass]:

@@ -68,6 +68,7 @@ def transform(
     fullgraph: bool = True,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
     disable_passes: Sequence[str] = (),
     verify: bool | int = False,
     verify_tolerance: float = 0.3,
@@ -115,7 +116,8 @@ def transform(
             and settles for the other with a warning; the report says why.
         fullgraph: as in `torch.compile`. With False the graph may break before and after the loop over the steps.
         dynamic: as in `torch.compile`.
-        options: Inductor's options, as in `torch.compile`.
+        options, mode: Inductor's options, or a mode that stands for some of them, as in `torch.compile`. CUDA graphs
+            ("reduce-overhead", "max-autotune") do not go with segments that may run exactly: set `cos_threshold=None`.
         disable_passes: leave out some of "interpolate_vjps" (every step is then exact), "route_segments" (no guard and no
             unbiased correction), "record_statistics" and "drop_saved": to find which one is to blame. Implies `capture="whole"`.
         verify: also compute the exact gradient and the reference's after the backward of a call, on the same batch, and compare
@@ -148,6 +150,7 @@ def transform(
         lowering=lowering,
         chain=chain,
         options=options,
+        mode=mode,
         disable_passes=disable_passes,
     )
     given = (

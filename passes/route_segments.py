@@ -169,9 +169,17 @@ class _Branches:
 
 def _pinned(total: fx.Node) -> fx.Node:
     """A sum of gradients, in the layout of its fake tensor."""
-    origin = {"pass": PASS, "pinned": total.name}
-    end = total.graph.output_node()
-    return emit(end, lambda x: x.as_strided(x.size(), x.stride()), (total,), name=f"pinned_{total.name}", origin=origin)
+    origin, name, end = {"pass": PASS, "pinned": total.name}, f"pinned_{total.name}", total.graph.output_node()
+    size, stride = value(total).size(), value(total).stride()
+    if any(isinstance(n, torch.SymInt) for n in (*size, *stride)):
+        return emit(end, lambda x: x.as_strided(x.size(), x.stride()), (total,), name=name, origin=origin)
+    # There is one for each parameter, and `emit` takes its time.
+    with total.graph.inserting_before(end):
+        pinned = total.graph.create_node(
+            "call_function", torch.ops.aten.as_strided.default, (total, list(size), list(stride)), name=name
+        )
+    pinned.meta = {"val": value(total), "partitioner_tag": BACKWARD, "custom": {"jagg_fx": origin}}
+    return pinned
 
 
 def _contiguous(node: fx.Node) -> fx.Node:

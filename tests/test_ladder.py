@@ -122,3 +122,31 @@ def test_inductors_own_switch_is_heeded(problem: Problem, name: str) -> None:
 def test_what_cannot_be_disabled_is_refused(problem: Problem, options: dict[str, Any]) -> None:
     with pytest.raises(errors.OptionError, match="disable_passes"):
         jagg_fx.transform(problem.fn, **options)
+
+
+def test_a_mode_is_its_options(problem: Problem) -> None:
+    mode = "max-autotune-no-cudagraphs"
+    asked = jagg_fx.transform(problem.fn, mode=mode).report.config
+    assert (
+        asked.options
+        == jagg_fx.transform(problem.fn, options=torch._inductor.list_mode_options(mode)).report.config.options
+    )
+    assert dict(asked.options)["max_autotune"] is True
+
+
+CUDA_GRAPHS: list[dict[str, Any]] = [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}]
+
+
+@pytest.mark.parametrize("options", CUDA_GRAPHS, ids=["mode", "options"])
+def test_cuda_graphs_and_routing_exclude_each_other(problem: Problem, options: dict[str, Any]) -> None:
+    for routing in ({}, {"cos_threshold": None, "debias": 0.5}, {"cos_threshold": None, "jagg_frac": 0.5}):
+        with pytest.raises(errors.OptionError, match=r"CUDA graphs.*read on the host"):
+            jagg_fx.transform(problem.fn, **options, **routing)
+    for free in ({"cos_threshold": None}, {"W": 2}, {"knots": 4}):
+        assert dict(jagg_fx.transform(problem.fn, **options, **free).report.config.options)["triton.cudagraphs"]
+
+
+@pytest.mark.parametrize("options", [{"mode": "fast"}, {"mode": "default", "options": {"max_autotune": True}}], ids=str)
+def test_a_mode_that_cannot_be_is_refused(problem: Problem, options: dict[str, Any]) -> None:
+    with pytest.raises(errors.OptionError, match=r"jagg_fx\.transform\(fn, mode="):
+        jagg_fx.transform(problem.fn, **options)
