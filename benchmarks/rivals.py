@@ -1,7 +1,10 @@
 """What jagg_fx is held against: exact gradients by torch.compile, and other ways to run fewer backward passes.
 
-`compiled` and `compiled_blocks` give exact gradients. `before_paper` is the scheme that was published before the paper, with an
+`compiled` and `compiled_blocks` give exact gradients. `BeforePaper` is the scheme that was published before the paper, with an
 eager loop over groups. `steps_only` trains some steps and leaves the others out.
+
+All compile for fixed shapes: variants share their code, and torch.compile would take one's number of steps and another's for a
+size that changes.
 """
 
 import itertools
@@ -33,14 +36,14 @@ def region(model: Callable[..., Any]) -> Callable[..., Tensor]:
 
 def compiled(problem: Problem, backend: str) -> LogProbs:
     """torch.compile of the whole replay, the denoiser as a nested region: exact, and compiled once for all steps."""
-    return torch.compile(problem.replay(region(problem.model)), fullgraph=True, backend=backend)
+    return torch.compile(problem.replay(region(problem.model)), fullgraph=True, dynamic=False, backend=backend)
 
 
 def compiled_blocks(problem: Problem, backend: str) -> LogProbs:
     """Every block compiled by itself, as diffusers' `compile_repeated_blocks` does; the rest is eager."""
     twin = problem.twin()
     for block in itertools.chain.from_iterable(blocks_of(twin)):
-        block.compile(fullgraph=True, backend=backend)
+        block.compile(fullgraph=True, dynamic=False, backend=backend)
     return problem.replay(twin)
 
 
@@ -58,7 +61,7 @@ def steps_only(problem: Problem, backend: str) -> Callable[[Tensor], Tensor]:
             found.append(SAMPLER.log_prob(x_next[i], mean, std))
         return torch.stack(found, dim=1)
 
-    fast = torch.compile(log_probs, fullgraph=True, backend=backend)
+    fast = torch.compile(log_probs, fullgraph=True, dynamic=False, backend=backend)
 
     def chosen(steps: Tensor) -> Tensor:
         z, s = problem.latents, problem.sigmas

@@ -84,7 +84,9 @@ def transformed(problem: Problem, quick: bool, reuses: bool = False, **options: 
 
 
 def _before_paper(problem: Problem, backend: str) -> Variant:
-    scheme = rivals.BeforePaper(problem, 4, torch.compile(problem.model, fullgraph=True, backend=backend))
+    scheme = rivals.BeforePaper(
+        problem, 4, torch.compile(problem.model, fullgraph=True, dynamic=False, backend=backend)
+    )
 
     def train(watch: Stopwatch) -> None:
         with watch.measure("forward"):
