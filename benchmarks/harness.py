@@ -125,11 +125,17 @@ def alternate(
     return {name: Times(first[name], measured[name]) for name in variants}
 
 
-def in_fresh_process(module: str, function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
+def in_fresh_process(
+    module: str,
+    function: str,
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    **arguments: Any,
+) -> Any:
     """`module.function(**arguments)` in a process of its own; arguments and result are JSON.
 
     Raises:
-        RuntimeError: it failed, with the end of what it wrote.
+        RuntimeError: it failed, with the end of what it wrote, or took longer than `timeout` seconds.
     """
     code = (
         "import importlib, json, sys\n"
@@ -137,9 +143,13 @@ def in_fresh_process(module: str, function: str, environment: Mapping[str, str] 
         "print('\\n' + json.dumps(result))"
     )
     command = [sys.executable, "-c", code, json.dumps(arguments)]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
-    )
+    variables = {**os.environ, **(environment or {})}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=timeout
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{module}.{function}({arguments}) took longer than {timeout:.0f} s") from error
     if done.returncode:
         raise RuntimeError(f"{module}.{function}({arguments}) failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

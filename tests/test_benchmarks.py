@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import harness, rivals
+from benchmarks import gpu_check, harness, rivals
 from benchmarks.harness import Spread, Stopwatch, Times
 from benchmarks.sizes import QUICK, SIZES, Problem, checkpoint_blocks, make_problem
 from jagg_fx.demo.measure import flat_gradient, relative_error
@@ -122,3 +122,20 @@ def test_the_exact_rivals_are_exact(problem: Problem) -> None:
     want = gradient(problem, problem.loss(problem.replay(problem.model)))
     for make in (rivals.compiled, rivals.compiled_blocks):
         assert relative_error(gradient(problem, problem.loss(make(problem, "aot_eager"))), want) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_gpu_check_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "check.json"
+    arguments = ["--quick", "--device", "cpu", "--sizes", "digits", "--minutes", "60", "--out", str(out)]
+    assert gpu_check.main(arguments) == 0
+    rows = {(part, case): verdict for part, case, _, _, verdict in json.loads(out.read_text())["rows"]}
+    assert {verdict for (part, _), verdict in rows.items() if part == "gradient"} == {"ok"}
+    assert [case for part, case in rows if part == "digits"] == list(gpu_check.timed(quick=True))
+    assert "update" in capsys.readouterr().out
+
+
+def test_the_gpu_check_says_what_it_left_out() -> None:
+    rows = list(gpu_check.correctness("cpu", True, deadline=0.0)) + gpu_check.rows("small", {}, quick=False)
+    assert {row[-1] for row in rows} == {"left out"}
+    assert len(rows) == len(gpu_check.CHECKS) + len(gpu_check.VARIANTS)
