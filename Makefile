@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-quick test test-matrix lint types benchmarks clean
+.PHONY: demo demo-quick test test-matrix lint types benchmarks gpu-check clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m jagg_fx demo $(ARGS)
@@ -30,8 +30,15 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
+# Each answers one question; on 2 cores: python -m benchmarks.step_time --size small (20 minutes), .overhead (15), .peak_memory (20),
+# .compile_time (40), .reward --reward ink and --reward class (40 each, --resume goes on after a stop); on a GPU: .gpu_check (8).
+# BENCHMARKS="step_time overhead" ARGS="--quick" runs some of them, tiny.
+BENCHMARKS ?= step_time overhead peak_memory compile_time reward
 benchmarks: $(INSTALLED)
-	$(BIN)/python -m benchmarks.compile_time $(ARGS)
+	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
+
+gpu-check: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 # torch first and alone: asked for by another package, pip would take the newest build with its several GB of CUDA.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -1,107 +1,78 @@
-"""Does compile time grow with the number of steps?
+"""Does compile time grow with the number of steps, and of blocks?
 
     python -m benchmarks.compile_time
 
-Compiles the first forward and backward of a replay of the digits DiT (the log-probs of every step) at several numbers of
-steps, each in a fresh process with an empty cache: plain torch.compile with the denoiser as a nested region ("exact"), and
-jagg_fx at W=4. Prints a table and, with `--out`, writes the numbers as JSON.
+Seconds of the first forward and backward of a replay, each in a fresh process: once with an empty cache ("cold") and once more
+with the cache that it left ("warm"). Plain torch.compile with the denoiser as a nested region ("exact"), jagg_fx at W=4, and the
+same without a guard, at several numbers of steps and of blocks. Always through Inductor.
 """
 
-import argparse
-import json
-import os
-import platform
-import subprocess
-import sys
+import itertools
+import statistics
 import tempfile
-from pathlib import Path
+import time
+from dataclasses import asdict, dataclass
 
-VARIANTS = ("exact", "W=4")
+from tqdm import tqdm
+
+from benchmarks import harness
+from benchmarks.sizes import add_size_arguments, make_problem
+from benchmarks.step_time import exact, transformed
+
+VARIANTS = ("exact", "W=4", "W=4, no guard")
+CACHES = ("cold", "warm")
 
 
-def measure(variant: str, steps: int, batch: int, quick: bool) -> float:
+@dataclass(frozen=True)
+class Case:
+    variant: str
+    blocks: int
+    steps: int
+
+
+def measure(size: str, device: str, batch: int | None, quick: bool, variant: str, blocks: int, steps: int) -> float:
     """Seconds of the first forward and backward in this process."""
-    import time
-
-    import torch
-
-    from jagg_fx import transform
-    from jagg_fx.demo.train import SAMPLER
-    from jagg_fx.models.digits_dit import DigitsDiT, load_digits_dit
-    from jagg_fx.models.samplers import replay, rollout, schedule
-
-    model = DigitsDiT(dim=32, depth=1, heads=2) if quick else load_digits_dit()
-    sigmas, labels = schedule(steps + 1), torch.arange(batch) % 10
-    latents = rollout(model, SAMPLER, torch.randn(batch, 1, 8, 8), sigmas, labels).latents
-    region = torch.compiler.nested_compile_region(lambda x, t, labels: model(x, t, labels))
-    denoiser = region if variant == "exact" else model
-
-    def log_probs(latents: torch.Tensor, sigmas: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return replay(denoiser, SAMPLER, latents, sigmas, labels).log_probs
-
-    function = torch.compile(log_probs, fullgraph=True) if variant == "exact" else transform(log_probs, denoiser=model)
+    problem = make_problem(size, device, steps, batch, quick, blocks)
     began = time.perf_counter()
-    function(latents[: steps + 1], sigmas[: steps + 1], labels).sum().backward()
+    options = {"W": 4} if variant == "W=4" else {"W": 4, "cos_threshold": None}
+    run = exact(problem, quick=False) if variant == "exact" else transformed(problem, quick=False, **options)
+    run.train(harness.Stopwatch())
     return time.perf_counter() - began
 
 
-def in_fresh_process(variant: str, steps: int, batch: int, quick: bool) -> float:
-    command = [sys.executable, "-m", "benchmarks.compile_time", "--one", variant, "--steps", str(steps)]
-    command += ["--batch", str(batch)] + (["--quick"] if quick else [])
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-        result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return float(result.stdout.split()[-1])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--steps", type=int, nargs="+", default=[6, 18], help="replayed steps to compare (default 6 18)"
-    )
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each, in turn; the median counts (default 2)")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--quick", action="store_true", help="one small block instead of the digits DiT, one repeat")
-    parser.add_argument("--out", type=Path, help="also write the numbers to this JSON file")
-    parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(measure(args.one, args.steps[0], args.batch, args.quick))
-        return
-
-    import statistics
-
-    import torch
-    from tabulate import tabulate
-    from tqdm import tqdm
-
-    cases = [(variant, steps) for variant in VARIANTS for steps in args.steps]
-    seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-    with tqdm(total=len(cases) * (1 if args.quick else args.repeats), unit="compile") as bar:
-        for _ in range(1 if args.quick else args.repeats):
-            for case in cases:
-                bar.set_postfix_str(f"{case[0]}, {case[1]} steps")
-                seconds[case].append(in_fresh_process(*case, args.batch, args.quick))
-                bar.update()
-    medians = {case: statistics.median(values) for case, values in seconds.items()}
+    options = harness.parser(__doc__)
+    add_size_arguments(options, "digits", steps=[5, 10, 20])
+    options.add_argument("--blocks", type=int, nargs="+", default=[2, 6], help="blocks of the denoiser (default 2 6)")
+    options.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="only these (default all)")
+    options.add_argument("--repeats", type=int, default=1, help="runs of each, in turn; the median counts (default 1)")
+    args = options.parse_args()
+    if args.quick:
+        args.steps, args.blocks, args.repeats = args.steps[:2], [1], 1
+    common = {"size": args.size, "device": args.device, "batch": args.batch or 16, "quick": args.quick}
+    cases = [Case(*each) for each in itertools.product(args.variants, args.blocks, args.steps)]
+    seconds: dict[tuple[Case, str], list[float]] = {key: [] for key in itertools.product(cases, CACHES)}
+    with tqdm(total=args.repeats * len(seconds), unit="compile") as bar:
+        for case in cases * args.repeats:
+            with tempfile.TemporaryDirectory() as folder:
+                for cache in CACHES:
+                    bar.set_postfix_str(f"{case.variant}, {case.blocks} blocks, {case.steps} steps, {cache}")
+                    environment = {"TORCHINDUCTOR_CACHE_DIR": folder}
+                    found = harness.in_fresh_process(
+                        "benchmarks.compile_time", "measure", environment, **common, **asdict(case)
+                    )
+                    seconds[case, cache].append(found)
+                    bar.update()
     rows = []
-    for variant in VARIANTS:
-        times = [medians[variant, steps] for steps in args.steps]
-        rows.append([variant, *(f"{t:.1f} s" for t in times), f"{times[-1] / times[0]:.2f}"])
-    headers = ["", *(f"{steps} steps" for steps in args.steps), f"ratio {args.steps[-1]} : {args.steps[0]}"]
-    print(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
-    print(
-        f"\nFirst forward and backward, empty cache, fresh process; torch {torch.__version__}, {os.cpu_count()} cores."
-    )
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        payload = {
-            "command": f"python -m benchmarks.compile_time --steps {' '.join(map(str, args.steps))} --repeats {args.repeats}",
-            "torch": torch.__version__,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "seconds": {f"{variant}, {steps} steps": values for (variant, steps), values in seconds.items()},
-        }
-        args.out.write_text(json.dumps(payload, indent=1) + "\n")
+    for cache, variant, blocks in itertools.product(CACHES, args.variants, args.blocks):
+        times = [statistics.median(seconds[Case(variant, blocks, steps), cache]) for steps in args.steps]
+        rows.append([variant, blocks, cache, *(f"{t:.1f}" for t in times), f"{times[-1] / times[0]:.2f}"])
+    headers = ["", "blocks", "cache", *(f"{steps} steps, s" for steps in args.steps)]
+    print(harness.table(rows, [*headers, f"ratio {args.steps[-1]} : {args.steps[0]}"]))
+    print(f"\nFirst forward and backward in a fresh process, size {args.size}; {harness.caption(args.device)}")
+    results = [asdict(case) | {"cache": cache, "seconds": found} for (case, cache), found in seconds.items()]
+    settings = {"size": args.size, "repeats": args.repeats}
+    harness.save(f"compile_time_{args.size}", args, {"settings": settings, "cases": results})
 
 
 if __name__ == "__main__":

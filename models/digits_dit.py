@@ -63,13 +63,16 @@ class DigitsDiT(nn.Module):
         dim: width of the tokens.
         depth: number of blocks.
         heads: attention heads per block.
-        patch: side of a square patch; the image has `(8 / patch)**2` tokens.
+        patch: side of a square patch; the image has `(image_size / patch)**2` tokens.
+        image_size: side of the image.
     """
 
-    def __init__(self, dim: int = 128, depth: int = 4, heads: int = 4, patch: int = 2) -> None:
+    def __init__(
+        self, dim: int = 128, depth: int = 4, heads: int = 4, patch: int = 2, image_size: int = IMAGE_SIZE
+    ) -> None:
         super().__init__()
         self.patch = patch
-        self.side = IMAGE_SIZE // patch
+        self.side = image_size // patch
         self.patchify = nn.Conv2d(1, dim, kernel_size=patch, stride=patch)
         self.position = nn.Parameter(0.02 * torch.randn(1, self.side**2, dim))
         self.time_mlp = nn.Sequential(nn.Linear(dim, dim), nn.SiLU(), nn.Linear(dim, dim))
@@ -92,7 +95,7 @@ class DigitsDiT(nn.Module):
         shift, scale = self.modulation(condition).chunk(2, dim=-1)
         x = self.head(modulate(self.norm(x), shift, scale))
         x = x.view(-1, self.side, self.side, self.patch, self.patch).permute(0, 1, 3, 2, 4)
-        velocity: Tensor = x.reshape(-1, 1, IMAGE_SIZE, IMAGE_SIZE)
+        velocity: Tensor = x.reshape(-1, 1, self.side * self.patch, self.side * self.patch)
         return velocity
 
 

@@ -41,17 +41,26 @@ class DigitsTask:
 
     def reward(self, images: Tensor, labels: Tensor) -> Tensor:
         """Rewards `[B]` of images `[B, 1, 8, 8]` in [-1, 1] drawn for labels `[B]`."""
-        images = images.clamp(-1, 1)
-        log_probs = self._judge.predict_log_proba(_pixels(images))
+        ink = images.clamp(-1, 1).flatten(1).mean(1)
+        return self.log_probs(images, labels) - INK_WEIGHT * ink.abs()
+
+    def log_probs(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The judging classifier's log-probabilities `[B]` of labels `[B]`, not below a floor."""
+        log_probs = self._judge.predict_log_proba(_pixels(images.clamp(-1, 1)))
         chosen = np.maximum(log_probs[np.arange(len(labels)), labels.numpy()], LOG_PROB_FLOOR)
-        ink = images.flatten(1).mean(1)
-        return torch.as_tensor(chosen, dtype=torch.float32) - INK_WEIGHT * ink.abs()
+        return torch.as_tensor(chosen, dtype=torch.float32)
 
     def quality(self, images: Tensor, labels: Tensor) -> Quality:
         """Accuracy of the held-out classifier on samples, and the Frechet distance of its features to real digits."""
         pixels = _pixels(images.clamp(-1, 1))
         accuracy = float((self._held_out.predict(pixels) == labels.numpy()).mean())
         return Quality(accuracy, frechet_distance(self._features(pixels), self._real))
+
+    def look_at(self, images: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Classes `[B]` and features `[B, d]` that the held-out classifier sees in images."""
+        pixels = _pixels(images.clamp(-1, 1))
+        classes: NDArray[np.int64] = self._held_out.predict(pixels)
+        return classes, self._features(pixels)
 
     def _features(self, pixels: NDArray[np.float64]) -> NDArray[np.float64]:
         hidden: NDArray[np.float64] = pixels @ self._held_out.coefs_[0] + self._held_out.intercepts_[0]
