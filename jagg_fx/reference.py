@@ -160,9 +160,7 @@ def _run_exact(
         if id(call) in streams_of:
             run = streams_of[id(call)].run_knot if is_calibration else _plainly
             values[id(call)] = Output.of(run(forward, call, args, kwargs), forward.time.denoiser).values
-        return call.output.rebuilt(
-            [value.detach().clone().requires_grad_(value.requires_grad) for value in call.values]
-        )
+        return call.output.rebuilt([value.clone() for value in call.values])  # a leaf could not be changed in place
 
     with _replaced(denoisers, run_exact):
         fn(*args, **kwargs)
