@@ -19,7 +19,7 @@ def test_loops_in_python(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(always_the_same, max_examples=12)
+@settings(always_the_same, max_examples=10)
 @given(cases())
 def test_captured_whole(case: Case) -> None:
     check(case)
