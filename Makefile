@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-quick test test-matrix lint types benchmarks gpu-check clean
+.PHONY: demo demo-quick test test-matrix test-torch fuzz lint types benchmarks gpu-check clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m jagg_fx demo $(ARGS)
@@ -22,6 +22,10 @@ test: $(INSTALLED)
 # Every cell of the compatibility table, about an hour on 2 cores; writes it into the README.
 test-matrix: $(INSTALLED)
 	$(PYTEST) tests/test_matrix.py --matrix $(ARGS)
+
+# Random replay functions every way, about 90 minutes: ARGS="--cases 500 --seed 3", or --case with one that failed.
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_check $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ sentence instead of an `ImportError` from deep inside.
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import operator
@@ -437,6 +438,13 @@ def _is_made_of_operators(fn: Any) -> bool:
 @contextlib.contextmanager
 def dynamo_settings() -> Iterator[None]:
     """What Dynamo must not do while it captures steps as regions."""
+    with _settings(), _nested_calls_once():
+        yield
+
+
+@functools.cache
+def _settings() -> Any:
+    """One patch for all calls: torch makes a context variable for each patch, and Python keeps those for ever."""
     config = importlib.import_module("torch._dynamo.config")
     # A float that changed from call to call would become an input of the graph, which fails inside a region.
     settings = {"specialize_float": True}
@@ -444,8 +452,7 @@ def dynamo_settings() -> Iterator[None]:
     # every region and has no such switch.)
     if hasattr(config, "inline_single_use_invoke_subgraph"):
         settings["inline_single_use_invoke_subgraph"] = False
-    with config.patch(settings), _nested_calls_once():
-        yield
+    return config.patch(settings)
 
 
 @contextlib.contextmanager

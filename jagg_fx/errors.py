@@ -209,7 +209,8 @@ class StepMismatchError(JaggError):
         return cls(
             f"calls {first} and {second} of the denoiser are at the same time, but not every step has as many calls, and nothing "
             "tells which of them belong together from step to step. Call the denoiser as often at every step, or concatenate the "
-            "calls of a step into one batch, e.g. denoiser(torch.cat([z, z]), torch.cat([t, t]), torch.cat([neg, pos]))."
+            "calls of a step into one batch, e.g. denoiser(torch.cat([z, z]), torch.cat([t, t]), torch.cat([neg, pos])). If they "
+            "are two steps, of a schedule that repeats a time, take times from one tensor: denoiser(z, times[i])."
         )
 
 

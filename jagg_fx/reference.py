@@ -56,6 +56,7 @@ class _Call:
         output: what it returned; its values are, under grad mode, leaves of the glue's graph, else plain copies.
         with_gradients: whether it ran under grad mode.
         time: its time; None where no gradient can come of the call (no_grad, frozen parameters), as are the rest.
+        given_time: the argument itself, of which `time` is a copy.
         kind: all of the arguments but the tensors' elements.
         operands: the tensors among the arguments, but for the time; kept, so that their memory is not given to others.
     """
@@ -64,6 +65,7 @@ class _Call:
     output: Output
     with_gradients: bool
     time: Tensor | None = None
+    given_time: Tensor | None = None
     kind: Any = None
     operands: list[Tensor] = field(default_factory=list)
 
@@ -160,9 +162,7 @@ def _run_exact(
         if id(call) in streams_of:
             run = streams_of[id(call)].run_knot if is_calibration else _plainly
             values[id(call)] = Output.of(run(forward, call, args, kwargs), forward.time.denoiser).values
-        return call.output.rebuilt(
-            [value.detach().clone().requires_grad_(value.requires_grad) for value in call.values]
-        )
+        return call.output.rebuilt([value.clone() for value in call.values])  # a leaf could not be changed in place
 
     with _replaced(denoisers, run_exact):
         fn(*args, **kwargs)
@@ -261,7 +261,7 @@ def _record(
         note = CallNote(forward.index, forward.time.given(args, kwargs), is_cut)
         call = _Call(note, taken_apart.with_values(values), torch.is_grad_enabled())
         if is_step:
-            call.time = step_time.detach().clone()
+            call.time, call.given_time = step_time.detach().clone(), step_time
             given = list(forward.time.replace(args, kwargs, step_time))
             call.operands = [value for value in tensors_in(given) if value is not step_time]
             call.kind = streams.kind_of(given, step_time)

@@ -146,7 +146,8 @@ class Region:
             if not nested:
                 return original(*args, **kwargs)
             at_trace_time(alike.look_up)
-            tensors = region(*args, **kwargs)
+            # To Dynamo, what a call returns that it did not trace anew is a leaf, and a loop could not change it in place.
+            tensors = [tensor.clone() for tensor in region(*args, **kwargs)]
             return rebuild(alike.current_structure(), iter(tensors))
 
         self.forward = forward

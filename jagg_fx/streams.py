@@ -105,18 +105,32 @@ class RanCall(Protocol):
     @property
     def time(self) -> Tensor | None: ...
 
+    @property
+    def given_time(self) -> Tensor | None:
+        """The argument itself, of which `time` is a copy: where it lies in memory tells two steps at equal times apart."""
+        ...
+
 
 def group_run(steps: Sequence[RanCall]) -> list[list[int]]:
     """`group` for calls that were run, not traced.
 
-    Times, and operands with a gradient (a trained prompt that every step rebuilds), are equal where their elements are. Other
-    operands are equal where they are one piece of memory, as expressions are in a graph: equal elements can be chance.
+    Times, and operands with a gradient (a trained prompt that every step rebuilds), are equal where their elements are; but not
+    times that lie in different places of one tensor, as those of a schedule that repeats a time. Other operands are equal where
+    they are one piece of memory, as expressions are in a graph: equal elements can be chance.
 
     Raises:
         StepMismatchError: steps run different computations, or which calls belong together cannot be told.
         ChainedStatesError: a gradient flows into what belongs to one step alone.
     """
     known: list[Tensor] = []
+    times: list[RanCall] = []
+
+    def number_time(step: RanCall) -> int:
+        for n, other in enumerate(times):
+            if _are_at_one_time(step, other):
+                return n
+        times.append(step)
+        return len(times) - 1
 
     def by_elements(operand: Any) -> int:
         for n, other in enumerate(known):
@@ -131,7 +145,7 @@ def group_run(steps: Sequence[RanCall]) -> list[list[int]]:
         return operand.data_ptr(), operand.dtype, operand.shape, operand.stride()
 
     keys = [
-        Call(step.note.denoiser, repr(step.kind), by_elements(step.time), tuple(map(number, step.operands)))
+        Call(step.note.denoiser, repr(step.kind), number_time(step), tuple(map(number, step.operands)))
         for step in steps
     ]
     grouped = group(keys)
@@ -140,6 +154,18 @@ def group_run(steps: Sequence[RanCall]) -> list[list[int]]:
         for index, n in enumerate(stream):
             check_alike(index, steps[n], steps[first])
     return grouped
+
+
+def _are_at_one_time(a: RanCall, b: RanCall) -> bool:
+    assert a.time is not None
+    assert b.time is not None
+    if a.time.dtype != b.time.dtype or a.time.device != b.time.device or not torch.equal(a.time, b.time):
+        return False
+    first, second = a.given_time, b.given_time
+    assert first is not None
+    assert second is not None
+    in_one_tensor = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    return not in_one_tensor or first.storage_offset() == second.storage_offset()
 
 
 def check_alike(index: int, step: RanCall, first: RanCall) -> None:

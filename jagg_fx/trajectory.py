@@ -56,6 +56,7 @@ class Step:
         args, kwargs: its arguments; kept, so that it can be run again and its operands' memory is not given to others.
         versions: how often each tensor among them had been changed in place.
         time: its time.
+        given_time: the argument itself, of which `time` is a copy.
         note: which denoiser was called, with which arguments.
         kind: all of the arguments but the tensors' elements.
         operands: the tensors among the arguments, but for the time.
@@ -71,6 +72,7 @@ class Step:
     kwargs: dict[str, Any]
     versions: list[int]
     time: Tensor
+    given_time: Tensor
     note: CallNote
     kind: Any
     operands: list[Tensor]
@@ -157,6 +159,7 @@ class Runner:
             kwargs=map_tensors(kwargs, lambda tensor: tensor),
             versions=[version(tensor) for tensor in tensors_in(given)],
             time=time.detach().clone(),
+            given_time=time,
             note=CallNote(self.index, self.time.given(args, kwargs), is_cut),
             kind=kind_of(given, time),
             operands=[tensor for tensor in tensors_in(given) if tensor is not time],

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,9 @@ from jagg_fx.velocities import Velocities
 from jagg_fx.verification import Variants, Verification, Verifier
 
 log = logging.getLogger(__name__)
+
+# A call replaces denoisers' forwards and settings of torch for as long as it runs: other threads' calls wait for its end.
+_one_at_a_time = threading.RLock()
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -238,6 +242,10 @@ class Transformed(Generic[P, R]):
         self._compiled = self._compile()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        with _one_at_a_time:
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         self._regions = regions = self._current_regions(args, kwargs)
         if torch.is_grad_enabled():
             denoisers = [region.denoiser for region in regions]

@@ -266,6 +266,22 @@ def half_square(dtype: torch.dtype) -> Problem:
     return _problem(model, fn, path(dtype))
 
 
+def changed_in_place(dtype: torch.dtype) -> Problem:
+    """Glue that writes into what the denoiser returned, and into views of it."""
+    model = MLP().to(dtype)
+
+    def fn(z: Tensor, t: Tensor) -> Tensor:
+        losses = []
+        for i in range(STEPS):
+            v = model(z[i], t[i].expand(BATCH))
+            v.mul_(0.5).add_(z[i])
+            v[:, 0].mul_(2)
+            losses.append(squared(z, t, i, v))
+        return torch.stack(losses, 1)
+
+    return _problem(model, fn, path(dtype))
+
+
 def gaussian(dtype: torch.dtype) -> Problem:
     """Flow-GRPO's own replay of a closed-form velocity."""
     model = GaussianVelocity(DIM).to(dtype)
@@ -312,6 +328,7 @@ PROBLEMS: dict[str, Callable[[torch.dtype], Problem]] = {
         stacked_values,
         batch_first,
         half_square,
+        changed_in_place,
         gaussian,
         digits_dit,
     )

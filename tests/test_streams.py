@@ -115,6 +115,41 @@ def test_two_calls_per_step_are_two_streams(make: Any, options: dict[str, Any]) 
         _ = transformed.plan
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("last", [4, STEPS - 1])
+def test_steps_at_one_time_are_not_calls_of_one_step(calls: int, last: int) -> None:
+    """A schedule that repeats a time, or holds one alone (as integers and half precision can)."""
+    model = MLP().double()
+    z, t = path(torch.float64)
+    t[3 if last == 4 else 0 : last + 1] = t[3]
+    prompts = torch.rand(2, BATCH, 2 * DIM, dtype=torch.float64)
+
+    def fn(z: Tensor, t: Tensor) -> Tensor:
+        velocities = [[model(z[i], t[i].expand(BATCH), prompts[n]) for n in range(calls)] for i in range(STEPS)]
+        return torch.stack([squared(z, t, i, sum(v, torch.zeros(()))) for i, v in enumerate(velocities)], 1)
+
+    problem = Problem(model, fn, (z, t), list(model.parameters()))
+    whole = jagg_fx.transform(fn, lowering="eager", capture="whole")
+    _, want = problem.run(whole)
+    for options in ({"lowering": "reference"}, {"lowering": "eager", "capture": "denoiser"}):
+        other = jagg_fx.transform(fn, **options)
+        assert relative_error(problem.run(other)[1], want) < 1e-12
+        assert other.plans == whole.plans == (paper(4).place(STEPS, whole.plans[0].rule),) * calls
+
+
+@pytest.mark.parametrize("options", [{"lowering": "reference"}, {"lowering": "eager", "capture": "denoiser"}], ids=str)
+def test_but_nothing_tells_that_of_times_that_every_step_computes(options: dict[str, Any]) -> None:
+    model = MLP()
+    z, t = path(torch.float32)
+    t[4] = t[3]
+
+    def fn(z: Tensor, t: Tensor) -> Tensor:
+        return torch.stack([squared(z, t, i, model(z[i], 1000 * t[i])) for i in range(STEPS)], 1)
+
+    with pytest.raises(StepMismatchError, match=r"calls 3 and 4 .* take times from one tensor"):
+        jagg_fx.transform(fn, **options)(z, t)
+
+
 def test_two_experts_share_the_steps() -> None:
     problem, options = two_experts(torch.float64)
     transformed = jagg_fx.transform(problem.fn, lowering="eager", cos_threshold=None, **options)
