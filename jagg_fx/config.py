@@ -121,7 +121,7 @@ class Config:
         if is_routed and options.get("triton.cudagraphs") and config.placement != paper(2):
             raise OptionError(
                 f"jagg_fx.transform(fn, mode={mode!r}, cos_threshold={config.guard.cos_threshold!r}): these options ask for "
-                "CUDA graphs, and whether a segment runs exactly is read on the host during the backward, which such a graph cannot "
+                "CUDA graphs, and whether a segment runs exactly is read on the host during the backward, which a graph cannot "
                 "do. Write cos_threshold=None (with jagg_frac and debias left out), or mode='max-autotune-no-cudagraphs'."
             )
         return config
