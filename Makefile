@@ -23,6 +23,16 @@ test: $(INSTALLED)
 test-matrix: $(INSTALLED)
 	$(PYTEST) tests/test_matrix.py --matrix $(ARGS)
 
+# The tests under another torch, in an environment of its own: make test-torch VERSION=2.11.0 ARGS="-m 'not inductor'"
+OTHER := .venv-torch-$(VERSION)
+test-torch:
+	test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.11.0"; exit 2; }
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -v "^torch==" constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(VERSION)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt -e ".[test]"
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
 # Random replay functions every way, about 90 minutes: ARGS="--cases 500 --seed 3", or --case with one that failed.
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_check $(ARGS)
@@ -52,4 +62,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 clean:
-	rm -rf $(VENV) demo_out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* demo_out .pytest_cache .mypy_cache .ruff_cache

@@ -27,6 +27,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns its exit code."""
     arguments_given = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(
         prog="jagg-fx",

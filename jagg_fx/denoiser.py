@@ -144,6 +144,7 @@ def find_denoiser(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def describe_function(fn: Callable[..., Any]) -> str:
+    """A function's name, for reports and errors."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)

@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 
 def is_distributed() -> bool:
+    """Whether a default process group of several ranks is there."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -58,6 +58,7 @@ class StepNode:
         return f"jagg_fx {'correction' if self.is_drawn else 'exact or not'}: {_listed(self.routes)}{of}"
 
     def line(self, several: bool) -> str:
+        """Readable, with its stream where there are several."""
         of = f"stream {self.stream}  " if several else ""
         if self.kind is Kind.FORWARD:
             saved = "its graph" if self.saves is None else f"{self.saves} tensors" if self.saves else "nothing"
@@ -77,6 +78,7 @@ class StepGraph:
     nodes: tuple[StepNode, ...]
 
     def lines(self) -> list[str]:
+        """A line per node."""
         several = len({node.stream for node in self.nodes}) > 1
         return [node.line(several) for node in self.nodes]
 
@@ -146,10 +148,12 @@ class GraphView:
 
     @property
     def before(self) -> StepGraph:
+        """The graph that autograd would run."""
         return self.stages["before"]
 
     @property
     def after(self) -> StepGraph:
+        """The graph that runs."""
         return self.stages["after"]
 
     @property

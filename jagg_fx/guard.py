@@ -52,10 +52,12 @@ class Guard:
 
     @property
     def is_active(self) -> bool:
+        """Whether any segment may run exactly."""
         return self.cos_threshold is not None or (self.jagg_frac is not None and self.jagg_frac < 1)
 
 
 def check_debias(debias: float | None) -> float | None:
+    """Validate the user's argument. Raises `OptionError`."""
     if debias is not None and not (_is_number(debias) and 0 < debias <= 1):
         raise OptionError(
             f"jagg_fx.transform(fn, debias={debias!r}): the probability that a segment gets a correction lies in (0, 1]. "

@@ -58,6 +58,7 @@ class Segment:
 
     @property
     def intermediate(self) -> range:
+        """The steps between the two knots."""
         return range(self.a + 1, self.b)
 
 
@@ -98,6 +99,7 @@ class Plan:
 
     @property
     def intermediate(self) -> tuple[int, ...]:
+        """The steps of all segments, in order."""
         return tuple(i for segment in self.segments for i in segment.intermediate)
 
     def place(self, num_steps: int, rule: Rule) -> "Plan":

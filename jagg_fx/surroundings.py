@@ -63,5 +63,6 @@ class Surroundings:
 
 
 def random_state() -> tuple[Tensor, ...]:
+    """Torch's random state on the CPU and, where it is in use, on each GPU."""
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return (torch.get_rng_state(), *on_gpus)

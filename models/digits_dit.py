@@ -27,6 +27,7 @@ def timestep_embedding(timestep: Tensor, dim: int) -> Tensor:
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """`x (1 + scale) + shift`, with scale and shift `[B, D]` for all tokens of a sample (DiT, arXiv 2212.09748)."""
     return x * (1 + scale[:, None]) + shift[:, None]
 
 

@@ -10,6 +10,7 @@ from jagg_fx.statistics import SLOT
 
 
 def clean_up(gm: fx.GraphModule) -> None:
+    """Run last."""
     for marker in gm.graph.find_nodes(op="call_function", target=TIME):
         marker.replace_all_uses_with(marker.args[0])
         gm.graph.erase_node(marker)

@@ -65,6 +65,7 @@ class Step:
 
 
 def region_name(call: fx.Node) -> str:
+    """Name of the subgraph that a call runs."""
     body: Any = call.args[0]
     name: str = body.target
     return name

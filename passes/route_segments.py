@@ -36,6 +36,7 @@ class _Exact:
 
 
 def route_segments(gm: fx.GraphModule, steps: Sequence[Step], plan: Plan, decision: Decision) -> None:
+    """Remove the intermediate steps' backward calls of one stream, and put its branches at the end of the graph."""
     cotangents = {i: steps[i].cotangents for i in plan.intermediate}
     for i in plan.intermediate:
         _remove_backward(steps[i])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_fw_bw_and_get_code
 
 import jagg_fx
 from tests.problems import PROBLEMS, Problem, path, per_sample_times, relative_error
@@ -191,3 +192,15 @@ def test_guarded_streams() -> None:
     assert reference.stats is not None
     assert transformed.stats.last.exact_segments == reference.stats.last.exact_segments > 0
     assert transformed.stats.last.jagg_frac == reference.stats.last.jagg_frac
+
+
+def test_generated_code_reads_only_predicates_and_calls_only_knots() -> None:
+    problem = per_sample_times(torch.float32)
+    fast = jagg_fx.transform(problem.fn, W=4, capture="whole", options={"fx_graph_cache": False})
+    _, codes = run_fw_bw_and_get_code(lambda: fast(*problem.args))
+    forward, backward = codes
+    plan = fast.plans[0]
+    assert ".item()" not in forward
+    assert backward.count(".item()") == len(plan.segments) > 0  # a predicate each
+    assert {k for k in range(plan.num_steps) if f"'jagg_fx backward {k}'" in backward} == set(plan.knots)
+    assert backward.count("'jagg_fx backward ") == len(plan.knots)
