@@ -309,7 +309,8 @@ class DynamoFailedError(JaggError):
             "Leave dynamic=None and mark what varies, torch._dynamo.mark_dynamic(latents, 1); a second shape then costs no "
             "compile."
             if dynamic
-            else f"Try jagg_fx.transform({function}, lowering='reference') for the same gradient without torch.compile."
+            else "Leave capture='whole' out: the denoiser alone is then compiled. Or try "
+            f"jagg_fx.transform({function}, lowering='reference') for the same gradient without torch.compile."
         )
         super().__init__(
             f"jagg_fx.transform({function}{', dynamic=True' if dynamic else ''}): Dynamo of torch {version} failed while it "

@@ -19,12 +19,12 @@ from jagg_fx.statistics import FIELDS_PER_STEP, SLOT, make_probe
 
 
 class _ContiguousCotangent(torch.autograd.Function):
-    """Identity whose cotangent is contiguous and has storage of its own, as composites have."""
+    """A copy, for a loop to change in place, whose cotangent is contiguous and has storage of its own, as composites have."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, probe: Tensor) -> Tensor:
         ctx.save_for_backward(probe)
-        return value.view_as(value)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ class _ContiguousCotangent(torch.autograd.Function):
 
 
 def contiguous_cotangent(value: Tensor, probe: Tensor) -> Tensor:
-    """The value itself; its cotangent arrives contiguous, and the probe's gradient is a slot for statistics."""
+    """A copy of the value; its cotangent arrives contiguous, and the probe's gradient is a slot for statistics."""
     same: Tensor = _ContiguousCotangent.apply(value, probe)  # type: ignore[no-untyped-call]
     return same
 

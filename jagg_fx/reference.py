@@ -393,7 +393,7 @@ class _StreamRun:
         return twin.to(value.dtype)
 
     def _watched(self, slot: int, index: int, value: Tensor) -> Tensor:
-        value = value.view_as(value)
+        value = value.clone()  # the hook of a view would be lost where the loop changes it in place
         if slot in self.slots and value.requires_grad:
             value.register_hook(functools.partial(self._note, slot, index))
         return value

@@ -226,6 +226,19 @@ def test_such_a_model_also_runs_under_no_grad_and_beside_a_reference_model() -> 
         torch.testing.assert_close(transformed(*problem.args), replay(*problem.args))
 
 
+def test_the_velocity_of_such_a_model_can_be_changed_in_place() -> None:
+    model = LinearVelocity(DIM).double()
+
+    def replay(z: Tensor, t: Tensor) -> Tensor:
+        velocities = [model(z[i], t[i].expand(BATCH)).mul_(0.5) for i in range(STEPS)]
+        return torch.stack([squared(z, t, i, v) for i, v in enumerate(velocities)], 1)
+
+    problem = Problem(model, replay, path(torch.float64), list(model.parameters()))
+    _, got = problem.run(jagg_fx.transform(replay, lowering="eager"))
+    _, want = problem.run(jagg_fx.transform(replay, lowering="reference"))
+    assert relative_error(got, want) < 1e-10
+
+
 def test_under_autocast_the_reference_keeps_every_gradient() -> None:
     problem = per_sample_times(torch.float32)
     gradients = []
