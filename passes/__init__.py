@@ -9,8 +9,9 @@
 7.  `record_statistics`  hand the numbers out, before cotangents are replaced
 8.  `interpolate_vjps`   the one pass that changes numbers: composite cotangents for the knots
 9.  `route_segments`     take the other steps' backward calls away, or keep them in branches for what is not interpolated
-10. `drop_saved`         after both, nobody reads what intermediate steps saved
-11. `clean_up`           last: the others may leave markers, dead nodes and nodes out of order
+10. `reread_operands`    regions' outputs that lie in their operands' memory are read from there
+11. `drop_saved`         after these, nobody reads what intermediate steps saved
+12. `clean_up`           last: the others may leave markers, dead nodes and nodes out of order
 
 `emit` is how passes write new nodes, `value_numbers` how they tell equal ones, `manager` how Inductor calls them.
 """

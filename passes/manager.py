@@ -25,6 +25,7 @@ from jagg_fx.passes.group_streams import group_streams
 from jagg_fx.passes.interpolate_vjps import interpolate_vjps
 from jagg_fx.passes.materialise_conjugates import materialise_conjugates
 from jagg_fx.passes.record_statistics import record_statistics
+from jagg_fx.passes.reread_operands import reread_operands
 from jagg_fx.passes.route_segments import route_segments
 from jagg_fx.passes.score_segments import Decision, score_segments
 from jagg_fx.passes.value_numbers import value_numbers
@@ -96,6 +97,8 @@ def rewrite_joint_graph(gm: fx.GraphModule, config: Config) -> Rewrite | None:
         for (steps, plan), (_, decision) in zip(planned, decisions, strict=True):
             route_segments(gm, steps, plan, decision)
     stages["route_segments"] = step_graph(gm.graph, streams)
+    with observed(gm, "reread_operands"):
+        reread_operands(gm, streams)
     if Pass.DROP_SAVED not in config.disabled:
         with observed(gm, Pass.DROP_SAVED):
             drop_saved(gm, streams, plans)

@@ -204,3 +204,34 @@ def test_generated_code_reads_only_predicates_and_calls_only_knots() -> None:
     assert backward.count(".item()") == len(plan.segments) > 0  # a predicate each
     assert {k for k in range(plan.num_steps) if f"'jagg_fx backward {k}'" in backward} == set(plan.knots)
     assert backward.count("'jagg_fx backward ") == len(plan.knots)
+
+
+class SavesViewsOfItsState(nn.Module):
+    """Its forward saves a view of its state for the backward, which returns its cotangent as the gradient of `shift`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(4, 16), nn.Linear(16, 4)
+        self.shift = nn.Parameter(torch.zeros(12, 8))
+
+    def forward(self, z: Tensor, t: Tensor) -> Tensor:
+        hidden = torch.nn.functional.silu(self.inp(z.unflatten(1, (2, 4))) + t[:, None, None])
+        return self.out(hidden).flatten(1) + self.shift
+
+
+@pytest.mark.parametrize("W", [2, 4])
+def test_what_a_region_returns_of_its_operands_outlives_them(W: int) -> None:
+    model, states, times = SavesViewsOfItsState(), torch.randn(12, 7, 8), torch.linspace(1, 0.5, 7)
+
+    def fn(states: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for i in range(6):
+            step = times[i + 1] - times[i]
+            mean = states[:, i] + model(1.5 * states[:, i], times[i].expand(12)) * step
+            total = total + ((states[:, i + 1] - mean) ** 2 / (-step)).mean()
+        return total
+
+    problem = Problem(model, fn, (states,), list(model.parameters()))
+    _, got = problem.run(jagg_fx.transform(fn, W=W, cos_threshold=None))
+    _, want = problem.run(jagg_fx.transform(fn, W=W, cos_threshold=None, lowering="reference"))
+    assert relative_error(got, want) < 1e-5
