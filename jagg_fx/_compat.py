@@ -5,6 +5,7 @@ sentence instead of an `ImportError` from deep inside.
 """
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -241,7 +242,7 @@ def compile_with_interpreter(gm: fx.GraphModule, inputs: Any, pass_: CustomGraph
         interpreter = _InterpreterWithRanges(graph)
 
         def run(inputs: list[Any]) -> Any:
-            return interpreter.boxed_run(inputs)
+            return copy.copy(interpreter).boxed_run(inputs)  # it holds the values of a run: threads need one each
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 from jagg_fx.backend import PlannedError, plan_only
 from jagg_fx.costs import StepCost
-from jagg_fx.errors import JaggError
+from jagg_fx.denoiser import describe_function
+from jagg_fx.errors import JaggError, OptionError
 from jagg_fx.graphs import GraphView
 from jagg_fx.report import Report, table
 from jagg_fx.saved import Saved
@@ -99,8 +101,9 @@ def explain(fn: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None
         nearest miss is its `problem`.
 
     Raises:
-        OptionError, PlanError: an option that cannot be used.
+        OptionError, PlanError: an option that cannot be used, or arguments that do not fit the function.
     """
+    _check_arguments(fn, args, kwargs or {})
     fast = transform(fn, **{**options, "lowering": "eager", "capture": "whole"})
     found: list[int] = []
     fast.dry_run(lambda gm, inputs, config, on_rewrite, _: plan_only(gm, inputs, config, on_rewrite, found.append))
@@ -113,8 +116,25 @@ def explain(fn: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None
         except JaggError as error:
             problem = str(error)
     rewrite = fast.report.rewrite
+    if rewrite is None and problem is None:
+        problem = "No call of the denoiser has a gradient: is the function, or all of this call, under torch.no_grad?"
     costs = tuple(cost() for cost in rewrite.costs) if rewrite else ()
     return Explanation(fast.report, sum(found), problem, costs)
+
+
+def _check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a built-in has none; the call itself will tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = describe_function(fn)
+        raise OptionError(
+            f"jagg_fx.explain({name}, <{len(args)} arguments>): {name} cannot be called with them: {error}. Give all arguments of "
+            "one call, keywords in kwargs={...}."
+        ) from None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from jagg_fx.config import Config
+from jagg_fx.config import Config, Pass
 from jagg_fx.graphs import GraphView, SegmentDecision, StepGraph
 from jagg_fx.plan import Plan
 from jagg_fx.statistics import Numbers, Statistics
@@ -111,7 +111,9 @@ class Report:
             if plan.segments:
                 lines += [f"step {first}{of}: alone in its group" for first, last in plan.groups if first == last]
             else:
-                lines.append(f"every step{of}: no group has an intermediate step")
+                is_off = Pass.INTERPOLATE_VJPS in self.config.disabled
+                reason = "interpolate_vjps is disabled" if is_off else "no group has an intermediate step"
+                lines.append(f"every step{of}: {reason}")
         if self.rewrite.calls_without_gradient:
             lines.append(f"{self.rewrite.calls_without_gradient} calls of the denoiser: no gradient reaches them")
         return lines
@@ -165,6 +167,8 @@ class Report:
         guarded = sum(len(plan.intermediate) for plan in plans) if self.config.guard.is_active else 0
         drawn = sum(len(plan.segments) for plan in plans) if self.config.debias is not None else 0
         kept = sum(len(plan.knots) for plan in plans)
+        if self.config.guard.cos_threshold == 1 and guarded:
+            return f"{sum(plan.num_steps for plan in plans)}, all exact: cos_threshold=1"
         more = f", up to {kept + max(guarded, drawn)} (see stats)" if guarded or drawn else ""
         return f"{sum(plan.num_steps for plan in plans)} -> {kept}{more}"
 

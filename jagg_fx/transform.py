@@ -315,7 +315,10 @@ class Transformed(Generic[P, R]):
         run = self._by_denoiser.run(self.original, self._config, args, kwargs, self._velocities)
         outputs, record, self._measuring = run
         if record is not None:  # the newest is last
+            is_new = record not in self._rewrites
             self._rewrites = [*(other for other in self._rewrites if other != record), record]
+            if is_new:
+                log.info("%s", self.report)
         return outputs  # type: ignore[no-any-return]
 
     def _make_denoiser_capture(
@@ -584,6 +587,7 @@ class Transformed(Generic[P, R]):
 
     def _add(self, rewrite: Rewrite) -> None:
         self._rewrites.append(rewrite)
+        log.info("%s", self.report)
         trace_artifact("jagg_fx_report", lambda: str(self.report))
 
     def _check_capture(self) -> None:

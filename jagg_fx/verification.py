@@ -142,7 +142,7 @@ class Verifier:
             )
         if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance > 0:
             raise OptionError(
-                f"jagg_fx.transform(fn, verify={verify!r}): True verifies every call with gradients, a number n one in n."
+                f"jagg_fx.transform(fn, verify_tolerance={tolerance!r}): the relative error of the gradient past which there is a "
                 "warning, a number above 0 such as 0.3."
             )
         return cls(name, int(verify), tolerance, recorder) if verify else None

@@ -1,6 +1,7 @@
 """`wrap`: a module in the denoiser's place, for training loops that call backward at every step."""
 
 import functools
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,8 @@ from jagg_fx.streams import check_alike
 from jagg_fx.structure import Output, leaves_below, tensors_in
 from jagg_fx.trajectory import Runner, Step, Trajectory, make_anchor, record, records_below
 from jagg_fx.velocities import Velocities
+
+log = logging.getLogger(__name__)
 
 
 def wrap(
@@ -203,7 +206,10 @@ class Wrapped(nn.Module):
         plans = config.plans([self._num_steps] * self._calls_per_step)
         if any(plan.segments for plan in plans):
             distributed.check_wrapper(repr(self), self, tensors_in([list(args), kwargs]))
-        self._rewrite = self._describe(plans, args, kwargs)
+        rewrite = self._describe(plans, args, kwargs)
+        is_new, self._rewrite = rewrite != self._rewrite, rewrite
+        if is_new:
+            log.info("%s", self.report)
         run = _Run(
             repr(self),
             self._runner,
