@@ -103,8 +103,8 @@ def explain(fn: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None
     Raises:
         OptionError, PlanError: an option that cannot be used, or arguments that do not fit the function.
     """
-    _check_arguments(fn, args, kwargs or {})
     fast = transform(fn, **{**options, "lowering": "eager", "capture": "whole"})
+    _check_arguments(fn, args, kwargs or {})
     found: list[int] = []
     fast.dry_run(lambda gm, inputs, config, on_rewrite, _: plan_only(gm, inputs, config, on_rewrite, found.append))
     problem = None
@@ -132,8 +132,8 @@ def _check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     except TypeError as error:
         name = describe_function(fn)
         raise OptionError(
-            f"jagg_fx.explain({name}, <{len(args)} arguments>): {name} cannot be called with them: {error}. Give all arguments of "
-            "one call, keywords in kwargs={...}."
+            f"jagg_fx.explain({name}, <{len(args)} arguments>): {name} cannot be called with them: {error}. Give all arguments "
+            "of one call, keywords in kwargs={...}."
         ) from None
 
 

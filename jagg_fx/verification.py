@@ -142,8 +142,8 @@ class Verifier:
             )
         if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance > 0:
             raise OptionError(
-                f"jagg_fx.transform(fn, verify_tolerance={tolerance!r}): the relative error of the gradient past which there is a "
-                "warning, a number above 0 such as 0.3."
+                f"jagg_fx.transform(fn, verify_tolerance={tolerance!r}): the relative error of the gradient past which there is "
+                "a warning, a number above 0 such as 0.3."
             )
         return cls(name, int(verify), tolerance, recorder) if verify else None
 

@@ -1,8 +1,8 @@
 """Read what a region returns of its own operands from the operands themselves. Exact.
 
 A forward may save an operand, or a view of it, by returning it; a backward may return a cotangent as a gradient. Inductor does
-not know that such an output lies in the operand's memory: where the operand is made within the graph, it gives that memory to another
-one, and who reads the output reads that (torch 2.13). Always runs, also where nothing is interpolated.
+not know that such an output lies in the operand's memory: where the operand is made within the graph, it gives that memory to
+another one, and who reads the output reads that (torch 2.13). Always runs, also where nothing is interpolated.
 """
 
 from collections.abc import Sequence

@@ -81,7 +81,7 @@ def test_each_pass_runs_under_torchs_observer(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(graph_transform_observer.GraphTransformObserver, "__enter__", note)
     problem = per_sample_times(torch.float32)
     _backward(problem, jagg_fx.transform(problem.fn, lowering="eager"))
-    changing = ["interpolate_vjps", "route_segments", "drop_saved", "clean_up"]
+    changing = ["interpolate_vjps", "route_segments", "reread_operands", "drop_saved", "clean_up"]
     assert seen == ["weigh_steps", "score_segments", "record_statistics", *changing]
 
 

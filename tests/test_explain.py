@@ -68,3 +68,15 @@ def test_the_nearest_miss(body: Any, calls: int, problem: str) -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(OptionError, match="cos_threshold=3"):
         jagg_fx.explain(per_sample_times(torch.float32).fn, cos_threshold=3)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"jagg_fx\.explain\(fn, <1 arguments>\).*missing a required argument: 't'"):
+        jagg_fx.explain(per_sample_times(torch.float32).fn, torch.zeros(9, 3, 8))
+
+
+def test_a_function_under_no_grad_has_nothing_to_rewrite() -> None:
+    problem = per_sample_times(torch.float32)
+    found = jagg_fx.explain(torch.no_grad()(problem.fn), *problem.args)
+    assert found.problem is not None
+    assert "gradient" in found.problem
