@@ -80,10 +80,10 @@ def output_index(output: fx.Node) -> int:
 def handed_back(gm: fx.GraphModule, call: fx.Node) -> dict[int, fx.Node]:
     """Outputs of a region's call that are its own operands, as saved parameters are: the operand by output index."""
     body = getattr(gm, region_name(call)).graph
-    inputs = body.find_nodes(op="placeholder")
     returned: Any = body.output_node().args[0]
     operands: Any = call.args[2:]
-    return {k: operands[inputs.index(source)] for k, source in enumerate(returned) if source in inputs}
+    given = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
+    return {k: given[source] for k, source in enumerate(returned) if source in given}
 
 
 def _marked_time(marker: fx.Node) -> fx.Node:
