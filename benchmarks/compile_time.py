@@ -18,6 +18,7 @@ from tqdm import tqdm
 from benchmarks import harness
 from benchmarks.sizes import add_size_arguments, make_problem
 from benchmarks.step_time import exact, transformed
+from jagg_fx.demo.measure import Clock
 
 VARIANTS = ("exact", "W=4", "W=4, no guard")
 CACHES = ("cold", "warm")
@@ -36,7 +37,7 @@ def measure(size: str, device: str, batch: int | None, quick: bool, variant: str
     began = time.perf_counter()
     options = {"W": 4} if variant == "W=4" else {"W": 4, "cos_threshold": None}
     run = exact(problem, quick=False) if variant == "exact" else transformed(problem, quick=False, **options)
-    run.train(harness.Stopwatch())
+    run.train(Clock())
     return time.perf_counter() - began
 
 

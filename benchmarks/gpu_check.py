@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 import jagg_fx
 from benchmarks import harness
-from benchmarks.harness import Stopwatch
 from benchmarks.sizes import SAMPLER, Conditions, LogProbs, Problem, make_problem
 from benchmarks.step_time import BASE, PARTS, Variant, make_variants, update
 from jagg_fx.demo import measure as meter
@@ -154,13 +153,13 @@ def measure(size: str, device: str, quick: bool, seconds: float, rounds: int) ->
         first = time.monotonic()
         variants[name] = made[name]()
         for _ in range(2):  # the first of two compiles; a velocity's second may still
-            update(variants[name], problem, optimizer, Stopwatch())
+            update(variants[name], problem, optimizer, meter.Clock())
         longest = max(longest, time.monotonic() - first)
         found[name] = {"compile": time.monotonic() - first}
     runs = {name: functools.partial(update, variant, problem, optimizer) for name, variant in variants.items()}
     times = harness.alternate(runs, rounds, warm_up=1)
     for name, own in times.items():
-        peak = meter.peak_memory(lambda name=name: variants[name].train(Stopwatch()))  # type: ignore[misc]
+        peak = meter.peak_memory(lambda name=name: variants[name].train(meter.Clock()))  # type: ignore[misc]
         optimizer.zero_grad(set_to_none=True)
         passes = variants[name].passes()
         found[name] |= {part: own.spread(part).median for part in PARTS} | {

@@ -6,7 +6,6 @@ code runs on a CPU and on a GPU: clocks wait for the device.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -15,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from jagg_fx.demo.measure import synchronize
+from jagg_fx.demo.measure import Clock, synchronize
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -40,21 +39,6 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
         "--out", type=Path, help="JSON file of the numbers (default: in results/, but for --quick none)"
     )
     return options
-
-
-class Stopwatch:
-    """Seconds by name; what is measured several times under one name is added up."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        synchronize()
-        began = time.perf_counter()
-        yield
-        synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -92,12 +76,12 @@ class Times:
 
 
 def alternate(
-    variants: Mapping[str, Callable[[Stopwatch], object]], rounds: int, warm_up: int = 2, total: str = "update"
+    variants: Mapping[str, Callable[[Clock], object]], rounds: int, warm_up: int = 2, total: str = "update"
 ) -> dict[str, Times]:
     """Run each variant `warm_up` times, then one of each in turn, for so many rounds.
 
     Args:
-        variants: each measures its parts with the stopwatch it is given.
+        variants: each measures its parts with the clock it is given.
         rounds: of measured runs.
         warm_up: runs of each beforehand, at least 1.
         total: name under which the sum of a run's parts is kept.
@@ -108,18 +92,19 @@ def alternate(
         for name, run in variants.items():
             bar.set_postfix_str(f"first run of {name}")
             began = time.perf_counter()
-            run(Stopwatch())
+            run(Clock())
             synchronize()
             first[name] = time.perf_counter() - began
             for _ in range(warm_up - 1):
-                run(Stopwatch())
+                run(Clock())
             bar.update(warm_up)
         for _ in range(rounds):
             for name, run in variants.items():
                 bar.set_postfix_str(name)
-                watch = Stopwatch()
+                watch = Clock()
                 run(watch)
-                for part, seconds in {**watch.seconds, total: sum(watch.seconds.values())}.items():
+                parts = {part: sum(seconds) for part, seconds in watch.seconds.items()}
+                for part, seconds in {**parts, total: sum(parts.values())}.items():
                     measured[name].setdefault(part, []).append(seconds)
                 bar.update()
     return {name: Times(first[name], measured[name]) for name in variants}

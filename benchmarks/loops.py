@@ -54,17 +54,19 @@ class Batch:
     advantages: Tensor
 
 
-def sample(denoiser: nn.Module, task: DigitsTask, groups: int, generator: torch.Generator) -> Batch:
+def sample(
+    denoiser: nn.Module, labels: Tensor, reward: Callable[[Tensor, Tensor], Tensor], generator: torch.Generator
+) -> Batch:
+    """A rollout, with advantages by `reward(images, labels)`."""
     velocities: list[Tensor] = []
 
     def keep(*args: Tensor) -> Tensor:
         velocities.append(denoiser(*args))
         return velocities[-1]
 
-    labels = prompts(groups, GROUP_SIZE, generator)
     noise = torch.randn(len(labels), 1, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
     latents, log_probs = rollout(keep, SAMPLER, noise, SIGMAS, labels, generator=generator)
-    advantages = group_advantages(task.reward(latents[-1], labels), GROUP_SIZE)
+    advantages = group_advantages(reward(latents[-1], labels), GROUP_SIZE)
     return Batch(latents, log_probs, torch.stack(velocities[:TRAINED]), labels, advantages)
 
 
@@ -92,7 +94,7 @@ class Variant:
 
     def step(self, task: DigitsTask, groups: int, generator: torch.Generator, optimizer: torch.optim.Optimizer) -> None:
         began = time.perf_counter()
-        batch = sample(self.denoiser, task, groups, generator)
+        batch = sample(self.denoiser, prompts(groups, GROUP_SIZE, generator), task.reward, generator)
         sampled = time.perf_counter()
         if self.reuses:
             with self.denoiser.reuse(velocities=batch.velocities):  # type: ignore[operator]
@@ -175,7 +177,8 @@ def run_training(updates: int, groups: int, seeds: int) -> dict[str, Any]:
 def run_capture(repeats: int, groups: int, lowering: str) -> dict[str, Any]:
     """Forward and backward of one replay function, captured whole and by its denoiser, in turn."""
     model = load_digits_dit()
-    batch = sample(model, DigitsTask(), groups, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    batch = sample(model, prompts(groups, GROUP_SIZE, generator), DigitsTask().reward, generator)
 
     def log_probs(latents: Tensor, sigmas: Tensor, labels: Tensor) -> Tensor:
         return replay(model, SAMPLER, latents, sigmas, labels).log_probs
@@ -222,7 +225,8 @@ def run_memory(groups: int) -> dict[str, Any]:
     peaks: dict[str, float] = {}
     for name, make in tqdm(made.items(), unit="variant"):
         model = load_digits_dit()
-        batch = sample(model, task, groups, torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        batch = sample(model, prompts(groups, GROUP_SIZE, generator), task.reward, generator)
         peaks[name] = measure.peak_memory(functools.partial(train_on, make(model), batch))
     base = peaks["exact"]
     rows = [[name, f"{mib:.0f}", f"{mib / base:.2f}"] for name, mib in peaks.items()]
@@ -238,7 +242,8 @@ def run_values(groups: int, ages: tuple[int, ...] = (1, 2, 4)) -> dict[str, Any]
     for age in tqdm(ages, unit="age"):
         model = load_digits_dit()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        old = sample(model, task, groups, torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        old = sample(model, prompts(groups, GROUP_SIZE, generator), task.reward, generator)
         for _ in range(age):
             train_on(model, old)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -36,10 +36,10 @@ def measure(size: str, device: str, batch: int | None, quick: bool, **case: Any)
         checkpoint_blocks(problem.model)
     variant = _variant(problem, one.variant, quick)
     for _ in range(2):
-        variant.train(harness.Stopwatch())
+        variant.train(meter.Clock())
     tensors = [t for p in problem.model.parameters() for t in (p, p.grad) if t is not None]
     resting = sum(t.numel() * t.element_size() for t in tensors) / meter.MIB
-    return {"peak": meter.peak_memory(lambda: variant.train(harness.Stopwatch())), "resting": resting}
+    return {"peak": meter.peak_memory(lambda: variant.train(meter.Clock())), "resting": resting}
 
 
 def _variant(problem: Any, name: str, quick: bool) -> Variant:

@@ -34,22 +34,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import jagg_fx
 from benchmarks import harness, rivals
-from benchmarks.harness import Spread, Stopwatch
+from benchmarks.harness import Spread
+from benchmarks.loops import GROUP_SIZE, LEARNING_RATE, SAMPLER, SIGMAS, STEPS, TRAINED, Batch, sample
 from benchmarks.sizes import SIZES, LogProbs, Problem
+from jagg_fx.demo.measure import Clock
 from jagg_fx.demo.task import DigitsTask, prompts
 from jagg_fx.models.digits_dit import IMAGE_SIZE, NULL_CLASS, NUM_CLASSES, DigitsDiT, load_digits_dit
-from jagg_fx.models.grpo import group_advantages, grpo_loss
-from jagg_fx.models.samplers import FlowSDE, rollout, schedule
+from jagg_fx.models.grpo import grpo_loss
+from jagg_fx.models.samplers import rollout
 from jagg_fx.plan import Plan
 
-SAMPLER, LEARNING_RATE, STEPS, GROUP_SIZE, K = FlowSDE(0.7), 3e-4, 10, 12, 4
-TRAINED = STEPS - 1
-SIGMAS = schedule(STEPS)
+K = 4
 TARGET = 3  # the class of the second reward
 NEARLY = 0.95  # share of the exact run's gain that is asked for besides all of it
 
@@ -103,29 +103,9 @@ class Reward:
         return labels if self.target is None else torch.full_like(labels, self.target)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A rollout: states `[N + 1, B, *]`, log-probs `[B, N]`, velocities `[N, B, *]`, labels and advantages `[B]`."""
-
-    latents: Tensor
-    log_probs: Tensor
-    velocities: Tensor
-    labels: Tensor
-    advantages: Tensor
-
-
-def sample(model: DigitsDiT, reward: Reward, generator: torch.Generator) -> Batch:
-    velocities: list[Tensor] = []
-
-    def keep(*args: Tensor) -> Tensor:
-        velocities.append(model(*args))
-        return velocities[-1]
-
-    labels = reward.prompts(generator)
-    noise = torch.randn(len(labels), 1, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
-    latents, log_probs = rollout(keep, SAMPLER, noise, SIGMAS, labels, generator=generator)
-    advantages = group_advantages(reward(latents[-1], labels), GROUP_SIZE)
-    return Batch(latents, log_probs, torch.stack(velocities[:TRAINED]), labels, advantages)
+def draw(model: nn.Module, reward: Reward, generator: torch.Generator) -> Batch:
+    """A rollout of an update."""
+    return sample(model, reward.prompts(generator), reward, generator)
 
 
 Window = Callable[[torch.Generator], range]
@@ -215,7 +195,7 @@ def measured_plan(reward: Reward) -> Plan:
     """`K` knots by one measurement, on a batch that no run trains on."""
     problem = replayed()
     fast = jagg_fx.transform(problem.replay(problem.model), denoiser=problem.model, knots=K, lowering="eager")
-    batch = sample(problem.model, reward, torch.Generator().manual_seed(10_000))  # type: ignore[arg-type]
+    batch = draw(problem.model, reward, torch.Generator().manual_seed(10_000))
     Variant(problem.model, fast).backward(batch, range(TRAINED))  # type: ignore[arg-type]
     assert fast.plan is not None
     return fast.plan
@@ -252,10 +232,10 @@ def train(
                 run.rewards.append(float(reward(images, labels).mean()))
                 run.quality = reward.quality(images, labels)
             if update < updates:
-                watch = Stopwatch()
+                watch = Clock()
                 with watch.measure("update"):
                     step(variant, reward, optimizers[name], generators[name], windows[name], 1 - update / updates)
-                run.seconds.append(watch.seconds["update"])
+                run.seconds += watch.seconds["update"]
                 bar.update()
         bar.set_postfix({name: f"{run.rewards[-1]:.2f}" for name, run in runs.items()})
     return runs
@@ -270,7 +250,7 @@ def step(
     decay: float,
 ) -> None:
     """A rollout and an update on it; the learning rate falls linearly to zero."""
-    batch = sample(variant.model, reward, generator)
+    batch = draw(variant.model, reward, generator)
     variant.backward(batch, variant.window(windows))
     torch.nn.utils.clip_grad_norm_(variant.model.parameters(), 1.0)
     for group in optimizer.param_groups:
@@ -417,7 +397,7 @@ def compiled_once(variant: Variant, reward: Reward) -> Variant:
     """The variant after two backwards, in which everything is compiled."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
-        variant.backward(sample(variant.model, reward, generator), variant.window(generator))
+        variant.backward(draw(variant.model, reward, generator), variant.window(generator))
     return variant
 
 

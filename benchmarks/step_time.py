@@ -28,8 +28,9 @@ import torch
 
 import jagg_fx
 from benchmarks import harness, rivals
-from benchmarks.harness import Spread, Stopwatch, Times
+from benchmarks.harness import Spread, Times
 from benchmarks.sizes import LogProbs, Problem, add_size_arguments, make_problem
+from jagg_fx.demo.measure import Clock
 from jagg_fx.models.grpo import grpo_loss
 from jagg_fx.plan import Rule, paper
 
@@ -46,12 +47,12 @@ class Variant:
         passes: backward passes of the last update.
     """
 
-    train: Callable[[Stopwatch], object]
+    train: Callable[[Clock], object]
     passes: Callable[[], float]
 
 
 def _function(problem: Problem, function: LogProbs, passes: Callable[[], float], reuse: Any = None) -> Variant:
-    def train(watch: Stopwatch) -> None:
+    def train(watch: Clock) -> None:
         with reuse() if reuse else contextlib.nullcontext():
             with watch.measure("forward"):
                 loss = problem.loss(function)
@@ -88,7 +89,7 @@ def _before_paper(problem: Problem, backend: str) -> Variant:
         problem, 4, torch.compile(problem.model, fullgraph=True, dynamic=False, backend=backend)
     )
 
-    def train(watch: Stopwatch) -> None:
+    def train(watch: Clock) -> None:
         with watch.measure("forward"):
             cotangents = scheme.cotangents(scheme.values())
         with watch.measure("backward"):
@@ -100,7 +101,7 @@ def _before_paper(problem: Problem, backend: str) -> Variant:
 def _random_steps(problem: Problem, K: int, backend: str) -> Variant:
     log_probs, generator = rivals.steps_only(problem, backend), torch.Generator().manual_seed(0)
 
-    def train(watch: Stopwatch) -> None:
+    def train(watch: Clock) -> None:
         chosen = torch.randperm(problem.num_steps, generator=generator)[:K].sort().values.to(problem.sigmas.device)
         with watch.measure("forward"):
             loss = grpo_loss(log_probs(chosen), problem.log_probs[:, chosen], problem.advantages)
@@ -129,7 +130,7 @@ def make_variants(problem: Problem, K: int, quick: bool) -> dict[str, Callable[[
     }
 
 
-def update(variant: Variant, problem: Problem, optimizer: torch.optim.Optimizer, watch: Stopwatch) -> None:
+def update(variant: Variant, problem: Problem, optimizer: torch.optim.Optimizer, watch: Clock) -> None:
     variant.train(watch)
     with watch.measure("optimizer"):
         torch.nn.utils.clip_grad_norm_(problem.model.parameters(), 1.0)

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jagg_fx
 from jagg_fx.commands import doctor, explain, plan, report
@@ -43,37 +43,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="GRPO post-training of a flow DiT on scikit-learn's digits: plain torch.compile, W=4 and 4 knots in "
         "one run. Prints a table and writes two pictures.",
     )
-    planning = commands.add_parser(
+
+    def add(name: str, module: Any, help: str, description: str) -> None:
+        command = commands.add_parser(name, help=help, description=description)
+        module.add_arguments(command)
+        command.set_defaults(run=module.main)
+
+    add(
         "plan",
-        help="where knots go by the schedule alone, and what that saves",
-        description="Place knots by the sampler's schedule alone, before anything was run. The plan that --json prints is what "
+        plan,
+        "where knots go by the schedule alone, and what that saves",
+        "Place knots by the sampler's schedule alone, before anything was run. The plan that --json prints is what "
         "jagg_fx.plan.Plan.from_json reads.",
     )
-    plan.add_arguments(planning)
-    planning.set_defaults(run=plan.main)
-    explaining = commands.add_parser(
+    add(
         "explain",
-        help="what would be rewritten of your function, and what that saves",
-        description="Capture one call of a function and plan its rewrite; nothing is trained or compiled. Exit code 1 if nothing "
+        explain,
+        "what would be rewritten of your function, and what that saves",
+        "Capture one call of a function and plan its rewrite; nothing is trained or compiled. Exit code 1 if nothing "
         "would be rewritten: the problem is printed.",
     )
-    explain.add_arguments(explaining)
-    explaining.set_defaults(run=explain.main)
-    reporting = commands.add_parser(
+    add(
         "report",
-        help="read a saved report: table, decisions, graphs",
-        description="Print what save_report(...) wrote: the report, what the last backward decided for each segment and why, "
+        report,
+        "read a saved report: table, decisions, graphs",
+        "Print what save_report(...) wrote: the report, what the last backward decided for each segment and why, "
         "and what became of each step. The function and the model are not needed.",
     )
-    report.add_arguments(reporting)
-    reporting.set_defaults(run=report.main)
-    checking = commands.add_parser(
+    add(
         "doctor",
-        help="what works in this environment",
-        description="Check torch, compiler, device, known bugs of torch and a small rewrite. Exit code 1 if something fails.",
+        doctor,
+        "what works in this environment",
+        "Check torch, compiler, device, known bugs of torch and a small rewrite. Exit code 1 if something fails.",
     )
-    doctor.add_arguments(checking)
-    checking.set_defaults(run=doctor.main)
     try:
         from jagg_fx.demo import command
     except ModuleNotFoundError as error:

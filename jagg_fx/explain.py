@@ -104,7 +104,12 @@ def explain(fn: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None
         OptionError, PlanError: an option that cannot be used, or arguments that do not fit the function.
     """
     fast = transform(fn, **{**options, "lowering": "eager", "capture": "whole"})
-    _check_arguments(fn, args, kwargs or {})
+    if misfit := misfit_of(fn, args, kwargs or {}):
+        name = describe_function(fn)
+        raise OptionError(
+            f"jagg_fx.explain({name}, <{len(args)} arguments>): {name} cannot be called with them: {misfit}. Give all arguments "
+            "of one call, keywords in kwargs={...}."
+        )
     found: list[int] = []
     fast.dry_run(lambda gm, inputs, config, on_rewrite, _: plan_only(gm, inputs, config, on_rewrite, found.append))
     problem = None
@@ -122,19 +127,17 @@ def explain(fn: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None
     return Explanation(fast.report, sum(found), problem, costs)
 
 
-def _check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def misfit_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Why a function cannot be called with some arguments; None if it can, as far as its signature tells."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a built-in has none; the call itself will tell
-        return
+        return None
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        name = describe_function(fn)
-        raise OptionError(
-            f"jagg_fx.explain({name}, <{len(args)} arguments>): {name} cannot be called with them: {error}. Give all arguments "
-            "of one call, keywords in kwargs={...}."
-        ) from None
+        return str(error)
+    return None
 
 
 @contextlib.contextmanager

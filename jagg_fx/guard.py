@@ -51,6 +51,11 @@ class Guard:
         return cls(cos_threshold, jagg_frac)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether every segment runs exactly."""
+        return self.cos_threshold == 1
+
+    @property
     def is_active(self) -> bool:
         """Whether any segment may run exactly."""
         return self.cos_threshold is not None or (self.jagg_frac is not None and self.jagg_frac < 1)
@@ -80,7 +85,7 @@ def keep_segments(scores: Tensor, plan: Plan, guard: Guard) -> Tensor:
     """Which segments `[S]` (bool) are interpolated: all without a guard; with one, never a segment whose score is NaN."""
     if not guard.is_active:
         return torch.ones_like(scores, dtype=torch.bool)
-    if guard.cos_threshold == 1:
+    if guard.is_closed:
         return torch.zeros_like(scores, dtype=torch.bool)
     keep = ~scores.isnan() if guard.cos_threshold is None else scores >= guard.cos_threshold
     if guard.jagg_frac is not None and guard.jagg_frac < 1:

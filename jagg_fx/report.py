@@ -167,14 +167,14 @@ class Report:
         guarded = sum(len(plan.intermediate) for plan in plans) if self.config.guard.is_active else 0
         drawn = sum(len(plan.segments) for plan in plans) if self.config.debias is not None else 0
         kept = sum(len(plan.knots) for plan in plans)
-        if self.config.guard.cos_threshold == 1 and guarded:
+        if self.config.guard.is_closed and guarded:
             return f"{sum(plan.num_steps for plan in plans)}, all exact: cos_threshold=1"
         more = f", up to {kept + max(guarded, drawn)} (see stats)" if guarded or drawn else ""
         return f"{sum(plan.num_steps for plan in plans)} -> {kept}{more}"
 
     def _guard(self) -> str:
         guard = self.config.guard
-        if guard.cos_threshold == 1:
+        if guard.is_closed:
             return "cos_threshold=1: every step exact"
         limits = [] if guard.cos_threshold is None else [f"cosine >= {guard.cos_threshold:g}"]
         limits += (
@@ -226,7 +226,7 @@ class Report:
         for segment, score in numbers.scores.items():
             if numbers.kept[segment]:
                 outcome = "interpolated"
-            elif threshold == 1:
+            elif self.config.guard.is_closed:
                 outcome = "exact: cos_threshold=1 keeps every step exact"
             elif threshold is not None and not score >= threshold:
                 outcome = f"exact: {score:.3f} is below cos_threshold={threshold:g}"

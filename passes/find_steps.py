@@ -4,6 +4,7 @@ Changes nothing. A step is its boundary; the passes never look inside the region
 """
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,12 +78,17 @@ def output_index(output: fx.Node) -> int:
     return int(index)
 
 
-def handed_back(gm: fx.GraphModule, call: fx.Node) -> dict[int, fx.Node]:
-    """Outputs of a region's call that are its own operands, as saved parameters are: the operand by output index."""
+def inside(gm: fx.GraphModule, call: fx.Node) -> tuple[dict[fx.Node, fx.Node], Sequence[Any]]:
+    """Of the region that a call runs: the call's operands by the region's inputs, and the region's outputs."""
     body = getattr(gm, region_name(call)).graph
     returned: Any = body.output_node().args[0]
     operands: Any = call.args[2:]
-    given = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
+    return dict(zip(body.find_nodes(op="placeholder"), operands, strict=True)), returned
+
+
+def handed_back(gm: fx.GraphModule, call: fx.Node) -> dict[int, fx.Node]:
+    """Outputs of a region's call that are its own operands, as saved parameters are: the operand by output index."""
+    given, returned = inside(gm, call)
     return {k: given[source] for k, source in enumerate(returned) if source in given}
 
 

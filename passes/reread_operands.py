@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from jagg_fx.passes.emit import BACKWARD, emit
-from jagg_fx.passes.find_steps import Step, output_index, region_name
+from jagg_fx.passes.find_steps import Step, inside, output_index
 
 PASS = "reread_operands"
 
@@ -27,10 +27,7 @@ def reread_operands(gm: fx.GraphModule, streams: Sequence[Sequence[Step]]) -> No
 
 
 def _reread(gm: fx.GraphModule, call: fx.Node, origin: dict[str, Any]) -> None:
-    body = getattr(gm, region_name(call)).graph
-    returned: Any = body.output_node().args[0]
-    operands: Any = call.args[2:]
-    given = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
+    given, returned = inside(gm, call)
     for output in list(call.users):
         views = _views(returned[output_index(output)])
         if output.users and views is not None and given[views[0]].op != "placeholder":

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_check, harness, rivals
-from benchmarks.harness import Spread, Stopwatch, Times
+from benchmarks.harness import Spread, Times
 from benchmarks.sizes import QUICK, SIZES, Problem, checkpoint_blocks, make_problem
-from jagg_fx.demo.measure import flat_gradient, relative_error
+from jagg_fx.demo.measure import Clock, flat_gradient, relative_error
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def gradient(problem: Problem, loss: Tensor) -> Tensor:
 def test_variants_take_turns_and_what_is_measured_twice_is_added() -> None:
     order: list[str] = []
 
-    def run(name: str, watch: Stopwatch) -> None:
+    def run(name: str, watch: Clock) -> None:
         order.append(name)
         for _ in range(2):
             with watch.measure("part"):

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import jagg_fx
 from jagg_fx.commands.naming import find, importing, told
 from jagg_fx.commands.printing import print_json
 from jagg_fx.errors import JaggError
-from jagg_fx.explain import Explanation
+from jagg_fx.explain import Explanation, misfit_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -74,7 +73,12 @@ def _explain(arguments: argparse.Namespace) -> Explanation:
         function = _callable(arguments.function)
         denoiser = find(arguments.denoiser) if arguments.denoiser else None
         args, kwargs = ((), {}) if arguments.inputs is None else _inputs(arguments.inputs)
-    _check_call(arguments, function, args, kwargs)
+    if misfit := misfit_of(function, args, kwargs):
+        given = f"what --inputs {arguments.inputs} returned" if arguments.inputs else "no arguments"
+        raise ValueError(
+            f"{arguments.function} cannot be called with {given}: {misfit}. Write --inputs module:function, and let it return "
+            "all arguments of one call."
+        )
     options = {name: value for name in ("W", "knots", "time") if (value := getattr(arguments, name)) is not None}
     if sys.stderr.isatty():
         print("capturing ... (minutes for a large model)", file=sys.stderr)
@@ -115,23 +119,6 @@ def _inputs(name: str) -> Arguments:
         f"--inputs {name} returned an object of type {type(given).__name__}. Let it return a tuple of arguments, a dict of "
         "keywords, or one tensor."
     )
-
-
-def _check_call(
-    arguments: argparse.Namespace, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a built-in has none; the call itself will tell
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        given = f"what --inputs {arguments.inputs} returned" if arguments.inputs else "no arguments"
-        raise ValueError(
-            f"{arguments.function} cannot be called with {given}: {error}. Write --inputs module:function, and let it return all "
-            "arguments of one call."
-        ) from error
 
 
 def _knots(text: str) -> int | tuple[int, ...]:
