@@ -9,7 +9,9 @@ import copy
 import functools
 import importlib
 import inspect
+import logging
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -296,8 +298,27 @@ def run_on_joint_graph(gm: fx.GraphModule, inputs: Any, pass_: CustomGraphPass, 
         fw_compiler=lambda *_: None, bw_compiler=lambda *_: None, partition_fn=partition
     )
     functorch_config = importlib.import_module("torch._functorch.config")
-    with functorch_config.patch(enable_autograd_cache=False), _schemas_once(), contextlib.suppress(_DoneError):
+    settings = functorch_config.patch(enable_autograd_cache=False)
+    with settings, _schemas_once(), _without_unread_prints(), contextlib.suppress(_DoneError):
         backend(gm, inputs)
+
+
+@contextlib.contextmanager
+def _without_unread_prints() -> Iterator[None]:
+    """Do not print the joint graph for logs that are off: AOTAutograd prints it, with all regions, before it asks."""
+    module: Any = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
+    is_read = module.aot_joint_log.isEnabledFor(logging.INFO) or "TORCH_TRACE" in os.environ
+    prints = getattr(
+        module, "_log_joint_graph", None
+    )  # torch before 2.13 may do without; then there is nothing to save
+    if is_read or prints is None:
+        yield
+        return
+    module._log_joint_graph = lambda *_: None
+    try:
+        yield
+    finally:
+        module._log_joint_graph = prints
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:
