@@ -69,11 +69,11 @@ def main() -> None:
         times = [statistics.median(seconds[Case(variant, blocks, steps), cache]) for steps in args.steps]
         rows.append([variant, blocks, cache, *(f"{t:.1f}" for t in times), f"{times[-1] / times[0]:.2f}"])
     headers = ["", "blocks", "cache", *(f"{steps} steps, s" for steps in args.steps)]
-    print(harness.table(rows, [*headers, f"ratio {args.steps[-1]} : {args.steps[0]}"]))
-    print(f"\nFirst forward and backward in a fresh process, size {args.size}; {harness.caption(args.device)}")
+    table = harness.table(rows, [*headers, f"ratio {args.steps[-1]} : {args.steps[0]}"])
+    note = f"First forward and backward in a fresh process, size {args.size}; {harness.caption(args.device)}"
     results = [asdict(case) | {"cache": cache, "seconds": found} for (case, cache), found in seconds.items()]
     settings = {"size": args.size, "repeats": args.repeats}
-    harness.save(f"compile_time_{args.size}", args, {"settings": settings, "cases": results})
+    harness.publish(f"compile_time_{args.size}", args, {"settings": settings, "cases": results}, table, note)
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def main() -> None:
     arguments = harness.parser(__doc__).parse_args()
     small = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2} if arguments.quick else {}
     results = measure(**small)
-    print(f"{results['explanation']}\n\n{results['seconds']:.0f} s, peak {results['peak_gib']:.1f} GiB")
-    harness.save("explain", arguments, results)
+    note = f"{results['seconds']:.0f} s, peak {results['peak_gib']:.1f} GiB; {harness.caption(arguments.device)}"
+    harness.publish("explain", arguments, results, results["explanation"], note)
 
 
 if __name__ == "__main__":

@@ -225,9 +225,9 @@ def main(arguments: list[str] | None = None) -> int:
                 table += rows(size, numbers[size], args.quick)
             except RuntimeError as error:
                 table.append([size, "all", " ".join(str(error).split())[-160:], "", "FAILED"])
-    print(harness.table(table, ["", "case", "found", "wanted", ""]))
-    print(f"\n{STEPS} steps, {time.monotonic() - began:.0f} s in all; {harness.caption(args.device)}")
-    harness.save("gpu_check", args, {"rows": table, "sizes": numbers})
+    shown = harness.table(table, ["", "case", "found", "wanted", ""])
+    note = f"{STEPS} steps, {time.monotonic() - began:.0f} s in all; {harness.caption(args.device)}"
+    harness.publish("gpu_check", args, {"rows": table, "sizes": numbers}, shown, note)
     return int(any(row[0] == "gradient" and row[-1] == "FAILED" for row in table))
 
 

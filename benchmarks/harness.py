@@ -170,18 +170,30 @@ def caption(device: str) -> str:
     return f"torch {e['torch']}, {e['device']}, {e['cores']} cores, {e['threads']} threads."
 
 
+def publish(name: str, arguments: argparse.Namespace, results: Mapping[str, Any], table: str, note: str) -> None:
+    """Print what a finished run found, and write it beside its numbers, as `.md`."""
+    text = f"{table}\n\n{note}"
+    print(text)
+    if out := save(name, arguments, results):
+        out.with_suffix(".md").write_text(f"    {_command()}\n\n{text}\n")
+        print(f"\nwrote {out} and {out.with_suffix('.md')}")
+
+
 def save(name: str, arguments: argparse.Namespace, results: Mapping[str, Any]) -> Path | None:
     """Write the numbers with what they were measured on; returns the file, None for a quick run without `--out`."""
     if arguments.quick and not arguments.out:
         return None
     out: Path = arguments.out or RESULTS / f"{name}_{arguments.device}.json"
     payload = {
-        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": _command(),
         "environment": environment(arguments.device),
         **results,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     rounded = json.loads(json.dumps(payload), parse_float=lambda text: float(f"{float(text):.5g}"))
     out.write_text(json.dumps(rounded, indent=1) + "\n")
-    print(f"\nwrote {out}")
     return out
+
+
+def _command() -> str:
+    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])

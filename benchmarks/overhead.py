@@ -71,14 +71,15 @@ def main() -> None:
             "seconds": own.rounds,
         }
     headers = ["", "passes", "update, s", *PARTS, "forwards run again", "without them"]
-    print(harness.table(rows, headers))
     batch = len(problem.advantages)
-    print(
-        f"\nCost over exact within a round, medians of {len(times[BASE].rounds['update'])} and quartiles; size {args.size}, "
+    note = (
+        f"Cost over exact within a round, medians of {len(times[BASE].rounds['update'])} and quartiles; size {args.size}, "
         f"batch {batch}, {args.steps} steps; {harness.caption(args.device)}"
     )
     settings = {"size": args.size, "batch": batch, "steps": args.steps}
-    harness.save(f"overhead_{args.size}", args, {"settings": settings, "variants": results})
+    harness.publish(
+        f"overhead_{args.size}", args, {"settings": settings, "variants": results}, harness.table(rows, headers), note
+    )
 
 
 if __name__ == "__main__":

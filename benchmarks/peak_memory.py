@@ -86,11 +86,12 @@ def main() -> None:
         "weights and gradients, MiB",
         "with weights",
     ]
-    print(harness.table(rows, headers))
-    print(f"\nPeak of a forward and backward, size {args.size}; {harness.caption(args.device)}")
+    note = f"Peak of a forward and backward, size {args.size}; {harness.caption(args.device)}"
     settings = {"size": args.size, "batch": args.batch}
     results = [asdict(case) | own for case, own in found.items()]
-    harness.save(f"peak_memory_{args.size}", args, {"settings": settings, "cases": results})
+    harness.publish(
+        f"peak_memory_{args.size}", args, {"settings": settings, "cases": results}, harness.table(rows, headers), note
+    )
 
 
 if __name__ == "__main__":

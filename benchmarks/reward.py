@@ -278,6 +278,12 @@ def goals(exact: Run) -> tuple[float, float]:
     return last, first + NEARLY * (last - first)
 
 
+def numbers(settings: dict[str, Any], plan: Plan, runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
+    """What is stored."""
+    kept = {name: {seed: asdict(run) for seed, run in by_seed.items()} for name, by_seed in runs.items()}
+    return {"settings": settings, "plan": json.loads(plan.to_json()), "runs": kept}
+
+
 def table(runs: dict[str, dict[str, Run]]) -> str:
     """A line per variant; `runs` by variant and seed."""
     rows = []
@@ -380,15 +386,14 @@ def main() -> None:
             done = train({each: made(each) for each in names}, reward, seed, args.updates, args.every, bar)
             for each, run in done.items():
                 runs.setdefault(each, {})[str(seed)] = run
-            kept = {each: {seed: asdict(run) for seed, run in runs[each].items()} for each in makers if each in runs}
-            harness.save(name, args, {"settings": settings, "plan": json.loads(plan.to_json()), "runs": kept})
+            harness.save(name, args, numbers(settings, plan, runs))
     runs = {each: runs[each] for each in makers if each in runs}
-    print(table(runs))
-    print(
-        f"\nMedian over seeds, and from the least to the largest of them; reward {args.reward}, {args.updates} updates of "
+    note = (
+        f"Median over seeds, and from the least to the largest of them; reward {args.reward}, {args.updates} updates of "
         f"{reward.groups} x {GROUP_SIZE} samples, {TRAINED} of {STEPS} steps trained. knots={K}: "
         f"{', '.join(map(str, plan.knots))}.\n{harness.caption('cpu')}"
     )
+    harness.publish(name, args, numbers(settings, plan, runs), table(runs), note)
     if args.out or not args.quick:
         figure(runs, out.with_suffix(".png"))
 

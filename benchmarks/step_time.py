@@ -185,10 +185,9 @@ def main() -> None:
     times = measure(problem, variants, 3 if args.quick else args.rounds)
     passes = {name: variant.passes() for name, variant in variants.items()}
     headers = ["", "passes", *(f"{part}, s" for part in PARTS), "ideal", "share of ideal"]
-    print(harness.table(rows(times, passes, args.steps), headers))
     batch, plan = len(problem.advantages), problem.plan(args.knots)
-    print(
-        f"\nMedians of {len(times[BASE].rounds['update'])} rounds; in brackets times as fast as {BASE} within a round, median "
+    note = (
+        f"Medians of {len(times[BASE].rounds['update'])} rounds; in brackets times as fast as {BASE} within a round, median "
         f"and quartiles.\nsize {args.size}, batch {batch}, {args.steps} steps, {problem.velocities.dtype}; knots={args.knots}: "
         f"{', '.join(map(str, plan.knots))}; {harness.caption(args.device)}"
     )
@@ -199,7 +198,10 @@ def main() -> None:
         "steps": args.steps,
         "paper": paper(4).place(args.steps, Rule()).knots,
     }
-    harness.save(f"step_time_{args.size}", args, {"settings": settings | {"knots": plan.knots}, "variants": measured})
+    numbers = {"settings": settings | {"knots": plan.knots}, "variants": measured}
+    harness.publish(
+        f"step_time_{args.size}", args, numbers, harness.table(rows(times, passes, args.steps), headers), note
+    )
 
 
 if __name__ == "__main__":

@@ -60,6 +60,19 @@ def test_results_say_what_they_were_measured_on(tmp_path: Path) -> None:
     assert stored["command"].startswith("python -m benchmarks.")
 
 
+def test_a_table_lies_beside_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = argparse.Namespace(device="cpu", quick=True, out=tmp_path / "some.json")
+    harness.publish("some", arguments, {"seconds": [1.0]}, "| 1 |", "a note")
+    first, *rest = (tmp_path / "some.md").read_text().splitlines()
+    assert first.startswith("    python -m benchmarks.")
+    assert rest == ["", "| 1 |", "", "a note"]
+    assert "| 1 |\n\na note\n" in capsys.readouterr().out
+    arguments.out = None
+    harness.publish("none", arguments, {}, "| 2 |", "a note")
+    assert "| 2 |" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"some.json", "some.md"}
+
+
 def test_a_fresh_process_returns_its_result_or_says_why_not() -> None:
     assert harness.in_fresh_process("json", "loads", s="[1, 2]") == [1, 2]
     with pytest.raises(RuntimeError, match="JSONDecodeError"):
