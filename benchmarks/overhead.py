@@ -1,6 +1,7 @@
 """What does the transform cost when it changes nothing?
 
     python -m benchmarks.overhead --size small
+    python -m benchmarks.overhead --size sd3 --blocks 1 --steps 4 --rounds 5      # one block as wide as SD3-medium's
 
 Updates of a replay by plain torch.compile ("exact", see `step_time`), and by jagg_fx where every step stays exact:
 
@@ -49,9 +50,10 @@ def without_forwards(own: Times, base: Times, share: float) -> float:
 def main() -> None:
     options = harness.parser(__doc__)
     add_size_arguments(options, "small")
+    options.add_argument("--blocks", type=int, help="blocks of the denoiser (default: by size)")
     options.add_argument("--rounds", type=int, default=30, help="measured updates of each variant (default 30)")
     args = options.parse_args()
-    problem = make_problem(args.size, args.device, args.steps, args.batch, args.quick)
+    problem = make_problem(args.size, args.device, args.steps, args.batch, args.quick, args.blocks)
     variants = make_variants(problem, args.quick)
     times = measure(problem, variants, 3 if args.quick else args.rounds)
     middle = len(paper(4).place(args.steps, Rule()).intermediate)
@@ -76,7 +78,7 @@ def main() -> None:
         f"Cost over exact within a round, medians of {len(times[BASE].rounds['update'])} and quartiles; size {args.size}, "
         f"batch {batch}, {args.steps} steps; {harness.caption(args.device)}"
     )
-    settings = {"size": args.size, "batch": batch, "steps": args.steps}
+    settings = {"size": args.size, "batch": batch, "steps": args.steps, "blocks": args.blocks}
     harness.publish(
         f"overhead_{args.size}", args, {"settings": settings, "variants": results}, harness.table(rows, headers), note
     )
