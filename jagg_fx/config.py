@@ -173,14 +173,14 @@ class Config:
 def _placement(
     W: int, knots: object, plan: Placement | Sequence[Placement] | None, max_rel_error: float | None
 ) -> Placement | PerStream:
-    given = {"knots": knots, "plan": plan, "max_rel_error": max_rel_error}
+    given = {"W": None if W == 4 else W, "knots": knots, "plan": plan, "max_rel_error": max_rel_error}  # 4 is the default
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
         raise OptionError(
             f"jagg_fx.transform(fn, {', '.join(f'{name}={given[name]!r}' for name in named)}): each of these chooses the knots. "
             "Give one of them."
         )
-    grouping = paper(W)  # checked even where it is not used
+    grouping = paper(W)
     if isinstance(plan, Sequence) and not isinstance(plan, str):
         if any(isinstance(each, Budget) and each.schedule is None for each in plan):
             raise OptionError(

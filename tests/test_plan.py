@@ -162,7 +162,7 @@ def test_a_plan_for_another_number_of_steps() -> None:
 
 
 def test_one_way_to_choose_knots_at_a_time() -> None:
-    for options in ({"knots": 4, "plan": paper(4)}, {"knots": (0, 8), "max_rel_error": 0.1}):
+    for options in ({"knots": 4, "plan": paper(4)}, {"knots": (0, 8), "max_rel_error": 0.1}, {"W": 3, "knots": 4}):
         with pytest.raises(OptionError, match="Give one of them"):
             jagg_fx.transform(lambda: None, **options)
     with pytest.raises(OptionError, match="a plan is made by"):
