@@ -173,7 +173,12 @@ class Config:
 def _placement(
     W: int, knots: object, plan: Placement | Sequence[Placement] | None, max_rel_error: float | None
 ) -> Placement | PerStream:
-    given = {"W": None if W == 4 else W, "knots": knots, "plan": plan, "max_rel_error": max_rel_error}  # 4 is the default
+    given = {
+        "W": None if W == 4 else W,
+        "knots": knots,
+        "plan": plan,
+        "max_rel_error": max_rel_error,
+    }  # 4 is the default
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
         raise OptionError(
