@@ -139,7 +139,8 @@ def find_denoiser(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if not outermost:
         raise DenoiserNotFoundError.not_reachable(name, [_describe(*item) for item in found.items()])
     if len(outermost) > 1:
-        raise SeveralDenoisersError.reachable(name, [_describe(*item) for item in outermost.items()])
+        several = SeveralDenoisersError.inside if isinstance(fn, nn.Module) else SeveralDenoisersError.reachable
+        raise several(name, [_describe(*item) for item in outermost.items()])
     return next(iter(outermost.values()))
 
 

@@ -123,6 +123,16 @@ class SeveralDenoisersError(JaggError):
         )
 
     @classmethod
+    def inside(cls, model: str, found: Sequence[str]) -> "SeveralDenoisersError":
+        names = ", ".join(line.split(":")[0] for line in found)
+        return cls(
+            f"jagg_fx.transform({model}): it takes the function that calls the denoiser at every step, and {model} looks like "
+            f"the denoiser itself, made of {names}. Write jagg_fx.transform(replay) with the function that replays the steps, or "
+            f"jagg_fx.wrap({model}, num_steps=9) where the training loop calls backward at every step. If {model} does run "
+            "the steps, name what it calls at each: denoiser=..."
+        )
+
+    @classmethod
     def in_graph(cls, found: Sequence[str]) -> "SeveralDenoisersError":
         lines = "\n".join(f"  - {line}" for line in found)
         return cls(

@@ -121,6 +121,7 @@ def test_other_placements(arguments: str, capsys: pytest.CaptureFixture[str]) ->
     [
         ("plan --steps 5 --trained 9", "between 1 and 5 steps can be trained"),
         ("plan --steps 5 --knots 9", "the function has 4 steps, fewer than knots"),
+        ("plan --noise -1", "noise level is 0 or more"),
         ("plan --sampler cps --steps 10 --trained 10", "Leave it out: --trained 9"),
     ],
 )

@@ -135,6 +135,13 @@ def test_several_found_are_listed_with_the_call_to_write() -> None:
     assert "jagg_fx.transform(names_two, denoiser=MODEL)" in str(error.value)
 
 
+def test_the_model_in_place_of_the_function_that_calls_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(SeveralDenoisersError, match="Sequential looks like the denoiser itself, made of") as error:
+        find_denoiser(model, (), {})
+    assert "jagg_fx.wrap(Sequential, num_steps=9)" in str(error.value)
+
+
 def _with(signature: str) -> nn.Module:
     scope: dict[str, Any] = {"nn": nn}
     exec(f"class M(nn.Module):\n    def forward(self, {signature}): pass", scope)

@@ -42,6 +42,10 @@ def main(arguments: argparse.Namespace) -> int:
     trained = steps - 1 if arguments.trained is None else arguments.trained
     if not 1 <= trained <= steps:
         raise ValueError(f"--steps {steps} --trained {trained}: between 1 and {steps} steps can be trained.")
+    if arguments.noise is not None and arguments.noise < 0:
+        raise ValueError(
+            f"--noise {arguments.noise:g}: a noise level is 0 or more; leave it out for the sampler's own."
+        )
     kind = SAMPLERS[arguments.sampler]
     sampler = kind() if arguments.noise is None else kind(arguments.noise)
     sigmas = schedule(steps, arguments.shift)
