@@ -74,8 +74,9 @@ def main() -> None:
         }
     headers = ["", "passes", "update, s", *PARTS, "forwards run again", "without them"]
     batch = len(problem.advantages)
+    size = f"{args.size} with {args.blocks} blocks" if args.blocks else args.size
     note = (
-        f"Cost over exact within a round, medians of {len(times[BASE].rounds['update'])} and quartiles; size {args.size}, "
+        f"Cost over exact within a round, medians of {len(times[BASE].rounds['update'])} and quartiles; size {size}, "
         f"batch {batch}, {args.steps} steps; {harness.caption(args.device)}"
     )
     settings = {"size": args.size, "batch": batch, "steps": args.steps, "blocks": args.blocks}

@@ -1,6 +1,7 @@
 """How long do the forward, the backward and the whole update take, against torch.compile with exact gradients?
 
     python -m benchmarks.step_time --size small
+    python -m benchmarks.step_time --size sd3 --blocks 1 --steps 4 --rounds 5 --variants "W=4" "W=4, no guard"
 
 A GRPO loss is replayed over the stored latents of N steps, and the optimizer steps at a learning rate of 0, so that every round
 does the same work on the same weights. Variants, an update of each in turn:
@@ -173,11 +174,12 @@ def results(times: dict[str, Times], passes: dict[str, float], N: int) -> dict[s
 def main() -> None:
     options = harness.parser(__doc__)
     add_size_arguments(options, "small")
+    options.add_argument("--blocks", type=int, help="blocks of the denoiser (default: by size)")
     options.add_argument("--knots", type=int, default=4, help="knots K of the budget (default 4)")
     options.add_argument("--rounds", type=int, default=20, help="measured updates of each variant (default 20)")
     options.add_argument("--variants", nargs="+", metavar="NAME", help="only these, besides exact")
     args = options.parse_args()
-    problem = make_problem(args.size, args.device, args.steps, args.batch, args.quick)
+    problem = make_problem(args.size, args.device, args.steps, args.batch, args.quick, args.blocks)
     made = make_variants(problem, args.knots, args.quick)
     if unknown := sorted(set(args.variants or ()) - set(made)):
         options.error(f"no variant {unknown[0]!r}: choose from {', '.join(map(repr, made))}")
@@ -186,9 +188,10 @@ def main() -> None:
     passes = {name: variant.passes() for name, variant in variants.items()}
     headers = ["", "passes", *(f"{part}, s" for part in PARTS), "ideal", "share of ideal"]
     batch, plan = len(problem.advantages), problem.plan(args.knots)
+    size = f"{args.size} with {args.blocks} blocks" if args.blocks else args.size
     note = (
         f"Medians of {len(times[BASE].rounds['update'])} rounds; in brackets times as fast as {BASE} within a round, median "
-        f"and quartiles.\nsize {args.size}, batch {batch}, {args.steps} steps, {problem.velocities.dtype}; knots={args.knots}: "
+        f"and quartiles.\nsize {size}, batch {batch}, {args.steps} steps, {problem.velocities.dtype}; knots={args.knots}: "
         f"{', '.join(map(str, plan.knots))}; {harness.caption(args.device)}"
     )
     measured = results(times, passes, args.steps)
@@ -196,6 +199,7 @@ def main() -> None:
         "size": args.size,
         "batch": batch,
         "steps": args.steps,
+        "blocks": args.blocks,
         "paper": paper(4).place(args.steps, Rule()).knots,
     }
     numbers = {"settings": settings | {"knots": plan.knots}, "variants": measured}
