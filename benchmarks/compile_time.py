@@ -3,8 +3,12 @@
     python -m benchmarks.compile_time
 
 Seconds of the first forward and backward of a replay, each in a fresh process: once with an empty cache ("cold") and once more
-with the cache that it left ("warm"). Plain torch.compile with the denoiser as a nested region ("exact"), jagg_fx at W=4, and the
-same without a guard, at several numbers of steps and of blocks. Always through Inductor.
+with the cache that it left ("warm"), at several numbers of steps and of blocks, always through Inductor:
+
+    exact                  plain torch.compile, the denoiser a nested region
+    W=4                    jagg_fx, the function captured whole
+    W=4, no guard          the same without branches
+    W=4, the denoiser      capture="denoiser": the denoiser alone is compiled, and the steps run in Python
 """
 
 import itertools
@@ -12,6 +16,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,7 +25,12 @@ from benchmarks.sizes import add_size_arguments, make_problem
 from benchmarks.step_time import exact, transformed
 from jagg_fx.demo.measure import Clock
 
-VARIANTS = ("exact", "W=4", "W=4, no guard")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "W=4": {},
+    "W=4, no guard": {"cos_threshold": None},
+    "W=4, the denoiser": {"capture": "denoiser"},
+}
+VARIANTS = ("exact", *OPTIONS)
 CACHES = ("cold", "warm")
 
 
@@ -35,8 +45,7 @@ def measure(size: str, device: str, batch: int | None, quick: bool, variant: str
     """Seconds of the first forward and backward in this process."""
     problem = make_problem(size, device, steps, batch, quick, blocks)
     began = time.perf_counter()
-    options = {"W": 4} if variant == "W=4" else {"W": 4, "cos_threshold": None}
-    run = exact(problem, quick=False) if variant == "exact" else transformed(problem, quick=False, **options)
+    run = exact(problem, False) if variant == "exact" else transformed(problem, False, W=4, **OPTIONS[variant])
     run.train(Clock())
     return time.perf_counter() - began
 
@@ -44,9 +53,13 @@ def measure(size: str, device: str, batch: int | None, quick: bool, variant: str
 def main() -> None:
     options = harness.parser(__doc__)
     add_size_arguments(options, "digits", steps=[5, 10, 20])
-    options.add_argument("--blocks", type=int, nargs="+", default=[2, 6], help="blocks of the denoiser (default 2 6)")
+    options.add_argument(
+        "--blocks", type=harness.positive, nargs="+", default=[2, 6], help="blocks of the denoiser (default 2 6)"
+    )
     options.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="only these (default all)")
-    options.add_argument("--repeats", type=int, default=1, help="runs of each, in turn; the median counts (default 1)")
+    options.add_argument(
+        "--repeats", type=harness.positive, default=1, help="runs of each, in turn; the median counts (default 1)"
+    )
     args = options.parse_args()
     if args.quick:
         args.steps, args.blocks, args.repeats = args.steps[:2], [1], 1

@@ -1,14 +1,15 @@
-"""What the benchmarks share: options, alternated timing, ratios within a round, peak memory, tables, results.
+"""What the benchmarks share: options, alternated timing, ratios within a round, fresh processes, tables, results.
 
-Every benchmark times its variants A B A B in one process, after a warm-up in which they compile, and compares them within a
-round, so that a slow minute of the machine slows all of them. Peak memory is that of a fresh process for each case. The same
-code runs on a CPU and on a GPU: clocks wait for the device.
+Updates are timed A B A B in one process, after a warm-up in which the variants compile, and compared within a round, so that a
+slow minute of the machine slows all of them. What a process can do only once (a cold compile, a peak) has a fresh one for each
+case. The same code runs on a CPU and on a GPU: clocks wait for the device.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -33,12 +34,27 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    options.add_argument("--device", default=default, help=f"cpu or cuda (default here: {default})")
-    options.add_argument("--quick", action="store_true", help="tiny models and interpreted graphs: shows that it runs")
+    options.add_argument("--device", type=_device, default=default, help=f"cpu or cuda (default here: {default})")
+    options.add_argument("--quick", action="store_true", help="tiny models, few runs: shows that it works")
     options.add_argument(
         "--out", type=Path, help="JSON file of the numbers (default: in results/, but for --quick none)"
     )
     return options
+
+
+def _device(name: str) -> str:
+    if name not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{name!r}: choose cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no CUDA device; leave it out to run on the CPU")
+    return name
+
+
+def positive(text: str) -> int:
+    """An argument that is a positive number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a positive number")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -138,6 +154,12 @@ def in_fresh_process(
     if done.returncode:
         raise RuntimeError(f"{module}.{function}({arguments}) failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def cause(error: Exception) -> str:
+    """What went wrong, in one line: of an error in another process, the last line of its traceback that names one."""
+    named = [line for line in str(error).splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (named[-1] if named else f"{type(error).__name__}: {error}".splitlines()[0])[:160]
 
 
 def environment(device: str) -> dict[str, Any]:

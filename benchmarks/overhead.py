@@ -24,6 +24,8 @@ from benchmarks.sizes import Problem, add_size_arguments, make_problem
 from benchmarks.step_time import BASE, PARTS, Variant, exact, measure, transformed
 from jagg_fx.plan import Rule, paper
 
+ROUTED = ("jagg_frac=0", "cos_threshold=1")  # their branches run intermediate steps' forwards again
+
 
 def make_variants(problem: Problem, quick: bool) -> dict[str, Variant]:
     ours = functools.partial(transformed, problem, quick)
@@ -50,8 +52,10 @@ def without_forwards(own: Times, base: Times, share: float) -> float:
 def main() -> None:
     options = harness.parser(__doc__)
     add_size_arguments(options, "small")
-    options.add_argument("--blocks", type=int, help="blocks of the denoiser (default: by size)")
-    options.add_argument("--rounds", type=int, default=30, help="measured updates of each variant (default 30)")
+    options.add_argument("--blocks", type=harness.positive, help="blocks of the denoiser (default: by size)")
+    options.add_argument(
+        "--rounds", type=harness.positive, default=30, help="measured updates of each variant (default 30)"
+    )
     args = options.parse_args()
     problem = make_problem(args.size, args.device, args.steps, args.batch, args.quick, args.blocks)
     variants = make_variants(problem, args.quick)
@@ -59,7 +63,7 @@ def main() -> None:
     middle = len(paper(4).place(args.steps, Rule()).intermediate)
     rows, results = [], {}
     for name, own in times.items():
-        again = middle if "=" in name and name != "W=2" else 0
+        again = middle if name in ROUTED else 0
         left = without_forwards(own, times[BASE], again / args.steps)
         costs = {part: cost(own, times[BASE], part) for part in PARTS}
         cells = [f"{c.median:+.1%} ({c.low:+.1%} to {c.high:+.1%})" for c in costs.values()]

@@ -20,8 +20,8 @@ Variants:
 
 Within a seed the variants take turns, an update of each, so that they meet the same machine; one compile serves all seeds.
 Seconds are those of rollouts and updates, without compiles and evaluations. Every few updates the reward of fresh samples is
-measured, the same prompts and noise for all. The numbers are stored after every seed, and `--resume` runs only what they lack.
-Draws a figure.
+measured, the same prompts and noise for all. The numbers are stored after every seed, and `--resume` runs only seeds that
+lack one. Draws a figure.
 """
 
 import functools
@@ -319,7 +319,7 @@ def _median(values: Sequence[float]) -> str:
     if not values:
         return "-"
     ordered = sorted(values)
-    middle = ordered[(len(ordered) - 1) // 2] if ordered[-1] == float("inf") else Spread.of(ordered).median
+    middle = ordered[len(ordered) // 2] if ordered[-1] == float("inf") else Spread.of(ordered).median
     shown = [f"{value:.3g}" if value != float("inf") else "never" for value in (middle, ordered[0], ordered[-1])]
     return f"{shown[0]} ({shown[1]} to {shown[2]})"
 
@@ -350,10 +350,11 @@ def figure(runs: dict[str, dict[str, Run]], path: Path) -> None:
 
 def main() -> None:
     options = harness.parser(__doc__)
+    options.set_defaults(device="cpu")  # scikit-learn's rewards
     options.add_argument("--reward", choices=("ink", "class"), default="ink", help="which reward (default ink)")
-    options.add_argument("--seeds", type=int, default=5, help="seeds (default 5)")
-    options.add_argument("--updates", type=int, default=60, help="updates of a run (default 60)")
-    options.add_argument("--every", type=int, default=4, help="updates between evaluations (default 4)")
+    options.add_argument("--seeds", type=harness.positive, default=5, help="seeds (default 5)")
+    options.add_argument("--updates", type=harness.positive, default=60, help="updates of a run (default 60)")
+    options.add_argument("--every", type=harness.positive, default=4, help="updates between evaluations (default 4)")
     options.add_argument("--variants", nargs="+", metavar="NAME", help="only these, besides exact")
     options.add_argument("--resume", action="store_true", help="keep the runs stored earlier, and run what they lack")
     args = options.parse_args()
@@ -379,11 +380,11 @@ def main() -> None:
     if unknown := sorted(set(args.variants or ()) - set(makers)):
         options.error(f"no variant {unknown[0]!r}: choose from {', '.join(map(repr, makers))}")
     wanted = [each for each in makers if not args.variants or each in ("exact", *args.variants)]
-    lacking = {seed: [each for each in wanted if str(seed) not in runs.get(each, {})] for seed in range(args.seeds)}
+    lacking = [seed for seed in range(args.seeds) if any(str(seed) not in runs.get(each, {}) for each in wanted)]
     made = functools.cache(lambda each: compiled_once(makers[each](), reward))
-    with tqdm(total=args.updates * sum(map(len, lacking.values())), unit="update") as bar:
-        for seed, names in lacking.items():
-            done = train({each: made(each) for each in names}, reward, seed, args.updates, args.every, bar)
+    with tqdm(total=args.updates * len(lacking) * len(wanted), unit="update") as bar:
+        for seed in lacking:
+            done = train({each: made(each) for each in wanted}, reward, seed, args.updates, args.every, bar)
             for each, run in done.items():
                 runs.setdefault(each, {})[str(seed)] = run
             harness.save(name, args, numbers(settings, plan, runs))

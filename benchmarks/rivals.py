@@ -72,7 +72,7 @@ def steps_only(problem: Problem, backend: str) -> Callable[[Tensor], Tensor]:
 
 
 class BeforePaper:
-    """The scheme that was published before the paper, group by group of W steps and in eager Python.
+    """The scheme that was published before the paper, in groups of W steps and eager Python.
 
     All W forwards of a group without gradients; the cotangents `g_i` of their values; then, at the first and the last step, a
     forward with gradients and its backward, one after the other, with `G_a = sum_i (b - i) / (b - a) g_i` and

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.harness import positive
 from jagg_fx.models.digits_dit import IMAGE_SIZE, NUM_CLASSES, DigitsDiT, load_digits_dit
 from jagg_fx.models.grpo import grpo_loss
 from jagg_fx.models.samplers import FlowSDE, gains, replay, rollout, schedule
@@ -128,7 +129,7 @@ SIZES = {
     "flux": _flux(12, 24, side=32, text=512, joint=4096, pooled=768, cuda=1),
 }
 QUICK = {
-    "digits": _dit(32, 1, 2, IMAGE_SIZE, cpu=4, cuda=4),
+    "digits": replace(_dit(32, 1, 2, IMAGE_SIZE, cpu=4, cuda=4), dtype=torch.float32),
     "small": _dit(32, 2, 2, IMAGE_SIZE, cpu=4, cuda=4),
     "medium": _dit(48, 3, 2, IMAGE_SIZE, cpu=4, cuda=4),
     "sd3": _sd3(2, 1, side=4, text=5, joint=16, pooled=16, cuda=2),
@@ -198,8 +199,12 @@ def add_size_arguments(options: argparse.ArgumentParser, default: str, steps: in
     """`--size`, `--batch` and `--steps`: one number, or several where the default is a list."""
     options.add_argument("--size", choices=SIZES, default=default, help=f"the denoiser (default {default})")
     several = "+" if isinstance(steps, list) else None
-    options.add_argument("--steps", type=int, nargs=several, default=steps, help=f"trained steps N (default {steps})")
-    options.add_argument("--batch", type=int, help="samples of an update (default: by size and device)")
+    options.add_argument(
+        "--steps", type=positive, nargs=several, default=steps, help=f"trained steps N (default {steps})"
+    )
+    options.add_argument(
+        "--batch", type=positive, help="samples of an update (default: by size and device, or the benchmark's own)"
+    )
 
 
 def make_problem(

@@ -10,7 +10,8 @@ does the same work on the same weights. Variants, an update of each in turn:
     exact, eager          the same function uncompiled
     exact, by blocks      every block compiled by itself, as diffusers' compile_repeated_blocks does
     before the paper      the scheme published before it: W forwards without gradients per group, then two forwards and backwards
-                          one after the other at its ends, index weights; the denoiser compiled
+                          one after the other at its ends, index weights; the denoiser compiled. Its "backward" holds those
+                          second forwards
     K random steps        gradients of K random steps only; the others are not run at all
     W=4, knots=K          jagg_fx, with the guard (cos_threshold=0.8) or without; knots are placed by the schedule
     ..., velocities       without a guard, with the rollout's velocities in place of intermediate forwards
@@ -174,11 +175,15 @@ def results(times: dict[str, Times], passes: dict[str, float], N: int) -> dict[s
 def main() -> None:
     options = harness.parser(__doc__)
     add_size_arguments(options, "small")
-    options.add_argument("--blocks", type=int, help="blocks of the denoiser (default: by size)")
-    options.add_argument("--knots", type=int, default=4, help="knots K of the budget (default 4)")
-    options.add_argument("--rounds", type=int, default=20, help="measured updates of each variant (default 20)")
+    options.add_argument("--blocks", type=harness.positive, help="blocks of the denoiser (default: by size)")
+    options.add_argument("--knots", type=harness.positive, default=4, help="knots K of the budget (default 4)")
+    options.add_argument(
+        "--rounds", type=harness.positive, default=20, help="measured updates of each variant (default 20)"
+    )
     options.add_argument("--variants", nargs="+", metavar="NAME", help="only these, besides exact")
     args = options.parse_args()
+    if not 2 <= args.knots <= args.steps:
+        options.error(f"--knots {args.knots} --steps {args.steps}: there are 2 knots or more, and no more than steps.")
     problem = make_problem(args.size, args.device, args.steps, args.batch, args.quick, args.blocks)
     made = make_variants(problem, args.knots, args.quick)
     if unknown := sorted(set(args.variants or ()) - set(made)):

@@ -309,6 +309,7 @@ class Transformed(Generic[P, R]):
 
     def _run_by_denoiser(self, regions: tuple[Region, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         if self._by_denoiser is None:
+            self._look_for_bugs(regions)
             self._by_denoiser = self._make_denoiser_capture(regions, self._compile_denoiser)
             if len(self._rewrites) == 1 and len(plans := self._rewrites[0].plans) == 1:  # of the whole capture
                 self._by_denoiser.foreseen = [(0, i in plans[0].knots) for i in range(plans[0].num_steps)]
@@ -330,12 +331,20 @@ class Transformed(Generic[P, R]):
     def _compile_denoiser(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         if self._config.lowering is not Lowering.INDUCTOR:
             return forward
-        return torch.compile(forward, dynamic=self._dynamic, options=dict(self._config.options) or None)
+        return torch.compile(forward, dynamic=self._dynamic, options=self._options_around_bugs() or None)
+
+    def _look_for_bugs(self, regions: tuple[Region, ...]) -> None:
+        if self._config.lowering is Lowering.INDUCTOR:
+            self._findings = canaries.findings(_device(regions[0].denoiser))
+
+    def _options_around_bugs(self) -> dict[str, Any]:
+        """Inductor's options: those that avoid the bugs found, and the user's, which win."""
+        avoid = {name: value for finding in self._findings for name, value in finding.options.items()}
+        return avoid | dict(self._config.options)
 
     def _run_compiled(self, regions: tuple[Region, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         self._runs = 0
-        if self._config.lowering is Lowering.INDUCTOR:
-            self._findings = canaries.findings(_device(regions[0].denoiser))
+        self._look_for_bugs(regions)
         try:
             with (
                 _installed(regions),
@@ -570,8 +579,7 @@ class Transformed(Generic[P, R]):
             inside = any("checkpoint" in str(node.target) for node in gm.graph.nodes)
             hint = ": they lie inside torch.utils.checkpoint; checkpoint within the denoiser instead" if inside else ""
             raise self._no_steps(f"the captured graph holds no call of it{hint}")
-        avoid = {name: value for finding in self._findings for name, value in finding.options.items()}
-        config = replace(self._config, options=tuple({**avoid, **dict(self._config.options)}.items()))
+        config = replace(self._config, options=tuple(self._options_around_bugs().items()))
         compiled = self._lower(gm, inputs, config, self._add, self._recorder.record)
         if not steps:
             return compiled

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_check, harness, rivals
+from benchmarks import gpu_check, harness, overhead, peak_memory, reward, rivals
 from benchmarks.harness import Spread, Times
+from benchmarks.reward import Run
 from benchmarks.sizes import QUICK, SIZES, Problem, checkpoint_blocks, make_problem
 from jagg_fx.demo.measure import Clock, flat_gradient, relative_error
 
@@ -60,6 +61,48 @@ def test_results_say_what_they_were_measured_on(tmp_path: Path) -> None:
     assert stored["command"].startswith("python -m benchmarks.")
 
 
+def test_arguments_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, message in (
+        (["--device", "cuda:0"], "choose cpu or cuda"),
+        (["--rounds", "0"], "a positive number"),
+    ):
+        options = harness.parser("")
+        options.add_argument("--rounds", type=harness.positive)
+        with pytest.raises(SystemExit):
+            options.parse_args(given)
+        assert message in capsys.readouterr().err
+
+
+def test_the_cause_of_a_failure_in_another_process() -> None:
+    trace = "measure() failed:\nTraceback:\n  File x\ntorch.OutOfMemoryError: CUDA out of memory.\nSee a page about it"
+    assert harness.cause(RuntimeError(trace)) == "torch.OutOfMemoryError: CUDA out of memory."
+    assert harness.cause(ValueError("one\ntwo")) == "ValueError: one"
+
+
+def test_costs_are_shares_of_the_exact_update() -> None:
+    base = Times(0, {"forward": [2.0, 4.0], "update": [10.0, 20.0]})
+    own = Times(0, {"forward": [2.0, 4.0], "update": [11.0, 22.0]})
+    assert overhead.cost(own, base, "update").median == pytest.approx(0.1)
+    assert overhead.without_forwards(own, base, share=0.5) == pytest.approx(0.0)
+
+
+def test_memory_is_measured_against_steps_and_against_knots() -> None:
+    chosen = [(case.variant, case.steps) for case in peak_memory.cases([5, 9], [2, 4, 6]) if not case.checkpointing]
+    against_steps = [(name, N) for name in ("exact", "W=4, no guard", "knots=4") for N in (5, 9)]
+    assert chosen == [*against_steps, ("knots=2", 9), ("knots=6", 9)]
+
+
+def test_when_a_reward_was_reached() -> None:
+    run = Run(seconds=[1.0, 3.0, 1.0, 1.0], updates=[0, 2, 4], rewards=[-2.0, -1.0, 0.0])
+    assert reward.goals(run) == pytest.approx((0.0, -0.1))
+    assert reward.reached(run, -1.5) == (1.0, 1.0)  # halfway to the second evaluation
+    assert reward.reached(run, -0.5) == (3.0, 5.0)
+    assert reward.reached(run, 0.1) == (float("inf"), float("inf"))
+    never = float("inf")
+    assert reward._median([1.0, 3.0, never]) == "3 (1 to never)"
+    assert reward._median([1.0, never]) == "never (1 to never)"
+
+
 def test_a_table_lies_beside_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = argparse.Namespace(device="cpu", quick=True, out=tmp_path / "some.json")
     harness.publish("some", arguments, {"seconds": [1.0]}, "| 1 |", "a note")
@@ -86,7 +129,9 @@ def test_every_size_replays_its_own_rollout(name: str) -> None:
     with torch.no_grad():
         log_probs = problem.replay(problem.model)(problem.latents, problem.sigmas, problem.conditions)
     torch.testing.assert_close(log_probs, problem.log_probs)
-    assert problem.plan(2).knots == (0, 2)
+    assert problem.size.dtype is (torch.bfloat16 if name != "digits" else torch.float32)
+    knots = make_problem(name, "cpu", steps=5, quick=True).plan(3).knots
+    assert (knots[0], knots[-1], len(knots)) == (0, 4, 3)
 
 
 def test_a_twin_shares_parameters_and_checkpoints_change_no_gradient(problem: Problem) -> None:
@@ -146,6 +191,31 @@ def test_the_gpu_check_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {verdict for (part, _), verdict in rows.items() if part == "gradient"} == {"ok"}
     assert [case for part, case in rows if part == "digits"] == list(gpu_check.timed(quick=True))
     assert "update" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"), [("ok", 0), ("left out", 2), ("FAILED", 1)], ids=["ok", "left out", "failed"]
+)
+def test_the_gpu_check_fails_unless_gradients_were_right(
+    verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "correctness", lambda *_: [["gradient", "some", "", "", verdict]])
+    arguments = ["--quick", "--device", "cpu", "--minutes", "0"]
+    assert gpu_check.main(arguments) == code
+    shown = capsys.readouterr().out
+    assert verdict in shown
+    assert "no time left" in shown
+
+
+def test_the_gpu_check_goes_on_after_a_variant_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    made = dict.fromkeys(gpu_check.VARIANTS, fails)
+    monkeypatch.setattr(gpu_check, "make_variants", lambda *_: made)
+    found = gpu_check.measure("digits", "cpu", True, seconds=60.0, rounds=1)
+    rows = gpu_check.rows("digits", found, quick=True)
+    assert [(row[2], row[-1]) for row in rows] == [("RuntimeError: out of memory", "FAILED")] * 3
 
 
 def test_the_gpu_check_says_what_it_left_out() -> None:

@@ -73,6 +73,18 @@ def test_a_workaround_reaches_the_compiler_and_the_report(monkeypatch: pytest.Mo
     assert "pytorch issue 193061" in str(transformed.report)
 
 
+def test_a_workaround_reaches_a_denoiser_that_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    finding = canaries.report(CANARIES[0])
+    monkeypatch.setattr(canaries, "findings", lambda device: (finding,))
+    problem = per_sample_times(torch.float32)
+    transformed = jagg_fx.transform(problem.fn, capture="denoiser", options={"epilogue_fusion": False})
+    monkeypatch.setattr(torch, "compile", lambda fn, options, **_: seen.append(options) or fn)
+    transformed(*problem.args)
+    assert seen == [{"triton.mix_order_reduction": False, "epilogue_fusion": False}]
+    assert "pytorch issue 193061" in str(transformed.report)
+
+
 def test_without_a_workaround_it_warns() -> None:
     with pytest.warns(UserWarning, match=r"issue 198333.*Set dropout to 0"):
         assert canaries.report(CANARIES[1]).options == {}

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -47,13 +48,15 @@ def relative_error(a: Tensor, exact: Tensor) -> float:
     return float((a - exact).norm() / exact.norm())
 
 
-def peak_memory(fn: Callable[[], object]) -> float:
-    """Peak memory of `fn()` in MiB above what was in use before it.
+def peak_memory(fn: Callable[[], object], device: str = "cpu") -> float:
+    """Peak memory of `fn()` in MiB above what was in use before it. It runs once before, so that what stays (gradients) is there.
 
-    On a GPU torch's own counter. On a CPU (Linux, glibc) the peak of the resident set, with every allocation above
+    On "cuda" torch's own counter. On a CPU (Linux, glibc) the peak of the resident set, with every allocation above
     64 KiB given back to the system as soon as it is freed, so that the peak follows the tensors. NaN elsewhere.
     """
-    if torch.cuda.is_available():
+    if device == "cuda":
+        fn()
+        gc.collect()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         fn()
@@ -62,7 +65,8 @@ def peak_memory(fn: Callable[[], object]) -> float:
     try:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
-        fn()  # once, so that lasting allocations (gradients, caches) do not count
+        fn()
+        gc.collect()
         libc.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak, proc(5)
         before = _status("VmRSS")
