@@ -23,10 +23,10 @@ test: $(INSTALLED)
 test-matrix: $(INSTALLED)
 	$(PYTEST) tests/test_matrix.py --matrix $(ARGS)
 
-# The tests under another torch, in an environment of its own: make test-torch VERSION=2.11.0 ARGS="-m 'not inductor'"
+# The tests under another torch, in an environment of its own: make test-torch VERSION=2.12.0 ARGS="-m 'not inductor'"
 OTHER := .venv-torch-$(VERSION)
 test-torch:
-	test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.11.0"; exit 2; }
+	test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.12.0"; exit 2; }
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	grep -v "^torch==" constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(VERSION)

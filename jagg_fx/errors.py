@@ -15,7 +15,7 @@ class UnsupportedTorchError(JaggError):
     def __init__(self, feature: str, version: str) -> None:
         super().__init__(
             f"torch {version} has no {feature}, which jagg_fx needs. Install a torch that the README lists as tried "
-            '(`pip install "torch>=2.11"`), or report this version.'
+            '(`pip install "torch>=2.12"`), or report this version.'
         )
 
 
