@@ -1,6 +1,6 @@
 """Does training with fewer backward passes reach the same reward, and how soon?
 
-    python -m benchmarks.reward --reward ink
+    python -m benchmarks.reward
     python -m benchmarks.reward --reward class --seeds 5 --resume
 
 GRPO of the digits DiT as in the demo (Flow-SDE rollouts of 10 steps, 9 of them trained, 8 prompts x 12 samples, AdamW), under
@@ -24,6 +24,7 @@ measured, the same prompts and noise for all. The numbers are stored after every
 lack one. Draws a figure.
 """
 
+import argparse
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ from jagg_fx.models.samplers import rollout
 from jagg_fx.plan import Plan
 
 K = 4
+REWARDS = ("ink", "class")
 TARGET = 3  # the class of the second reward
 NEARLY = 0.95  # share of the exact run's gain that is asked for besides all of it
 
@@ -351,7 +353,9 @@ def figure(runs: dict[str, dict[str, Run]], path: Path) -> None:
 def main() -> None:
     options = harness.parser(__doc__)
     options.set_defaults(device="cpu")  # scikit-learn's rewards
-    options.add_argument("--reward", choices=("ink", "class"), default="ink", help="which reward (default ink)")
+    options.add_argument(
+        "--reward", choices=REWARDS, nargs="+", default=REWARDS, help="which rewards (default: both, in turn)"
+    )
     options.add_argument("--seeds", type=harness.positive, default=5, help="seeds (default 5)")
     options.add_argument("--updates", type=harness.positive, default=60, help="updates of a run (default 60)")
     options.add_argument("--every", type=harness.positive, default=4, help="updates between evaluations (default 4)")
@@ -360,11 +364,19 @@ def main() -> None:
     args = options.parse_args()
     if args.device != "cpu":
         options.error("the digits DiT trains on the CPU: the rewards are scikit-learn's.")
+    if args.out and len(args.reward) > 1:
+        options.error(f"--out {args.out} is one file: name one --reward.")
     if args.quick:
         args.seeds, args.updates, args.every = min(args.seeds, 2), min(args.updates, 3), 2
-    name = f"reward_{args.reward}"
+    for which in args.reward:
+        measure(which, args, options)
+
+
+def measure(which: str, args: argparse.Namespace, options: argparse.ArgumentParser) -> None:
+    """All runs of one reward, their table and their figure."""
+    name = f"reward_{which}"
     out: Path = args.out or harness.RESULTS / f"{name}_cpu.json"
-    settings = {"reward": args.reward, "updates": args.updates, "every": args.every}
+    settings = {"reward": which, "updates": args.updates, "every": args.every}
     runs: dict[str, dict[str, Run]] = {}
     plan = None
     if args.resume and out.exists():
@@ -373,7 +385,7 @@ def main() -> None:
             options.error(f"{out} holds runs of {stored['settings']}, not of {settings}: leave --resume out.")
         runs = {name: {seed: Run(**run) for seed, run in kept.items()} for name, kept in stored["runs"].items()}
         plan = Plan.from_json(json.dumps(stored["plan"]))
-    target = TARGET if args.reward == "class" else None
+    target = TARGET if which == "class" else None
     reward = Reward(DigitsTask(), target, groups=1, evaluated=20) if args.quick else Reward(DigitsTask(), target)
     plan = plan or measured_plan(reward)
     makers = make_variants(plan, args.quick)
@@ -390,7 +402,7 @@ def main() -> None:
             harness.save(name, args, numbers(settings, plan, runs))
     runs = {each: runs[each] for each in makers if each in runs}
     note = (
-        f"Median over seeds, and from the least to the largest of them; reward {args.reward}, {args.updates} updates of "
+        f"Median over seeds, and from the least to the largest of them; reward {which}, {args.updates} updates of "
         f"{reward.groups} x {GROUP_SIZE} samples, {TRAINED} of {STEPS} steps trained. knots={K}: "
         f"{', '.join(map(str, plan.knots))}.\n{harness.caption('cpu')}"
     )

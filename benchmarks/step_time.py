@@ -1,7 +1,7 @@
 """How long do the forward, the backward and the whole update take, against torch.compile with exact gradients?
 
     python -m benchmarks.step_time --size small
-    python -m benchmarks.step_time --size sd3 --blocks 1 --steps 4 --rounds 5 --variants "W=4" "W=4, no guard"
+    python -m benchmarks.step_time --size sd3 --blocks 1 --steps 4 --knots 2 --rounds 5 --variants W=4 "W=4, no guard"
 
 A GRPO loss is replayed over the stored latents of N steps, and the optimizer steps at a learning rate of 0, so that every round
 does the same work on the same weights. Variants, an update of each in turn:

@@ -118,5 +118,13 @@ def test_links_and_pictures_are_there() -> None:
         assert (README.parent / target).exists(), target
 
 
+def test_tables_are_those_of_the_committed_results() -> None:
+    results = README.parent / "benchmarks" / "results"
+    shown = re.findall(r"(?m)(?:^\|.*\n)+", README.read_text())
+    for name in ("step_time_small_cpu", "peak_memory_small_cpu", "compile_time_digits_cpu"):
+        (table,) = re.findall(r"(?m)(?:^\|.*\n)+", (results / f"{name}.md").read_text())
+        assert table in shown, name
+
+
 def test_nothing_is_left_to_fill_in() -> None:
     assert "@@" not in README.read_text()
