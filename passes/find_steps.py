@@ -167,6 +167,6 @@ def _own_backward(forward: fx.Node, backwards: list[fx.Node]) -> fx.Node | None:
     call_id = forward.meta.get("custom", {}).get("call_id")
     if call_id is not None:
         return next((b for b in backwards if b.meta.get("custom", {}).get("call_id") == call_id), None)
-    # torch 2.11 numbers no calls: a backward reads what its own forward saved.
+    # Torch before 2.13 numbers no calls: a backward reads what its own forward saved.
     saved = {user for user in forward.users if user.target is operator.getitem}
     return next((b for b in backwards if saved & set(b.all_input_nodes)), None)
