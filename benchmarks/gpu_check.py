@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import jagg_fx
 from benchmarks import harness
-from benchmarks.sizes import SAMPLER, SIZES, Conditions, LogProbs, Problem, make_problem
+from benchmarks.sizes import SAMPLER, SIZES, Conditions, LogProbs, Problem, add_blocks_argument, make_problem
 from benchmarks.step_time import BASE, PARTS, Variant, make_variants, update
 from jagg_fx.demo import measure as meter
 from jagg_fx.models.digits_dit import NULL_CLASS
@@ -124,9 +124,8 @@ def errors(check: Check, device: str, lowering: str) -> tuple[float, float]:
 
 def correctness(device: str, quick: bool, deadline: float) -> Iterator[list[str]]:
     """A row for each check."""
-    torch.backends.cudnn.allow_tf32 = (
-        False  # two compilers' float32 convolutions would differ by more than is asked for
-    )
+    # In TF32 the convolutions of two compilers would differ by more than is asked for.
+    torch.backends.cudnn.allow_tf32 = False
     for check in tqdm(CHECKS, unit="check", file=sys.stderr):
         wanted = f"errors below {check.tolerance:.0e}"
         if time.monotonic() > deadline:
@@ -220,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument(
         "--sizes", nargs="+", choices=SIZES, default=["sd3", "flux"], help="sizes to time (default sd3 flux)"
     )
-    options.add_argument("--blocks", type=harness.positive, help="blocks of the models (default: by size)")
+    add_blocks_argument(options)
     options.add_argument("--minutes", type=float, default=8.0, help="for everything (default 8)")
     options.add_argument(
         "--rounds", type=harness.positive, default=5, help="measured updates of each variant (default 5)"

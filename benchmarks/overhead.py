@@ -20,7 +20,7 @@ from dataclasses import asdict
 
 from benchmarks import harness
 from benchmarks.harness import Spread, Times
-from benchmarks.sizes import Problem, add_size_arguments, make_problem
+from benchmarks.sizes import Problem, add_blocks_argument, add_size_arguments, make_problem, named_size
 from benchmarks.step_time import BASE, PARTS, Variant, exact, measure, transformed
 from jagg_fx.plan import Rule, paper
 
@@ -52,7 +52,7 @@ def without_forwards(own: Times, base: Times, share: float) -> float:
 def main() -> None:
     options = harness.parser(__doc__)
     add_size_arguments(options, "small")
-    options.add_argument("--blocks", type=harness.positive, help="blocks of the denoiser (default: by size)")
+    add_blocks_argument(options)
     options.add_argument(
         "--rounds", type=harness.positive, default=30, help="measured updates of each variant (default 30)"
     )
@@ -78,9 +78,8 @@ def main() -> None:
         }
     headers = ["", "passes", "update, s", *PARTS, "forwards run again", "without them"]
     batch = len(problem.advantages)
-    size = f"{args.size} with {args.blocks} blocks" if args.blocks else args.size
     note = (
-        f"Cost over exact within a round, medians of {len(times[BASE].rounds['update'])} and quartiles; size {size}, "
+        f"Cost over exact within a round, medians of {len(times[BASE].rounds['update'])} and quartiles; size {named_size(args)}, "
         f"batch {batch}, {args.steps} steps; {harness.caption(args.device)}"
     )
     settings = {"size": args.size, "batch": batch, "steps": args.steps, "blocks": args.blocks}

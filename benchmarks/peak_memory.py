@@ -74,19 +74,20 @@ def main() -> None:
     if args.quick:
         args.steps, args.knots = [5], [3]
     common = {"size": args.size, "device": args.device, "batch": args.batch, "quick": args.quick}
-    for case in cases(args.steps, args.knots):
+    chosen = cases(args.steps, args.knots)
+    for case in chosen:
         if case.knots and not 2 <= case.knots <= case.steps:
             options.error(f"{case.variant} of {case.steps} steps: there are 2 knots or more, and no more than steps.")
     found: dict[Case, dict[str, float]] = {}
     failed: dict[Case, str] = {}
-    for case in (bar := tqdm(cases(args.steps, args.knots), unit="process")):
+    for case in (bar := tqdm(chosen, unit="process")):
         bar.set_postfix_str(str(tuple(asdict(case).values())))
         try:
             found[case] = harness.in_fresh_process("benchmarks.peak_memory", "measure", **common, **asdict(case))
         except RuntimeError as error:
             failed[case] = harness.cause(error)
     rows = []
-    for case in cases(args.steps, args.knots):
+    for case in chosen:
         row = [case.variant, str(case.steps), "yes" if case.checkpointing else "no"]
         if case in failed:
             rows.append([*row, f"failed: {failed[case]}"])

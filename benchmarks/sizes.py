@@ -207,6 +207,16 @@ def add_size_arguments(options: argparse.ArgumentParser, default: str, steps: in
     )
 
 
+def add_blocks_argument(options: argparse.ArgumentParser) -> None:
+    """`--blocks`: a denoiser as wide as the size says, but shallower."""
+    options.add_argument("--blocks", type=positive, help="blocks of the denoiser (default: by size)")
+
+
+def named_size(args: argparse.Namespace) -> str:
+    """The size, and the number of blocks where one was chosen."""
+    return f"{args.size} with {args.blocks} blocks" if args.blocks else args.size
+
+
 def make_problem(
     name: str, device: str, steps: int = 9, batch: int | None = None, quick: bool = False, blocks: int | None = None
 ) -> Problem:

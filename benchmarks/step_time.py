@@ -31,7 +31,7 @@ import torch
 import jagg_fx
 from benchmarks import harness, rivals
 from benchmarks.harness import Spread, Times
-from benchmarks.sizes import LogProbs, Problem, add_size_arguments, make_problem
+from benchmarks.sizes import LogProbs, Problem, add_blocks_argument, add_size_arguments, make_problem, named_size
 from jagg_fx.demo.measure import Clock
 from jagg_fx.models.grpo import grpo_loss
 from jagg_fx.plan import Rule, paper
@@ -175,7 +175,7 @@ def results(times: dict[str, Times], passes: dict[str, float], N: int) -> dict[s
 def main() -> None:
     options = harness.parser(__doc__)
     add_size_arguments(options, "small")
-    options.add_argument("--blocks", type=harness.positive, help="blocks of the denoiser (default: by size)")
+    add_blocks_argument(options)
     options.add_argument("--knots", type=harness.positive, default=4, help="knots K of the budget (default 4)")
     options.add_argument(
         "--rounds", type=harness.positive, default=20, help="measured updates of each variant (default 20)"
@@ -193,11 +193,10 @@ def main() -> None:
     passes = {name: variant.passes() for name, variant in variants.items()}
     headers = ["", "passes", *(f"{part}, s" for part in PARTS), "ideal", "share of ideal"]
     batch, plan = len(problem.advantages), problem.plan(args.knots)
-    size = f"{args.size} with {args.blocks} blocks" if args.blocks else args.size
     note = (
         f"Medians of {len(times[BASE].rounds['update'])} rounds; in brackets times as fast as {BASE} within a round, median "
-        f"and quartiles.\nsize {size}, batch {batch}, {args.steps} steps, {problem.velocities.dtype}; knots={args.knots}: "
-        f"{', '.join(map(str, plan.knots))}; {harness.caption(args.device)}"
+        f"and quartiles.\nsize {named_size(args)}, batch {batch}, {args.steps} steps, {problem.velocities.dtype}; "
+        f"knots={args.knots}: {', '.join(map(str, plan.knots))}; {harness.caption(args.device)}"
     )
     measured = results(times, passes, args.steps)
     settings = {
